@@ -1,0 +1,35 @@
+# One list of verbs; .ci/run runs the same ones.
+PYTHON ?= python3
+VENV := .venv
+STAMP := $(VENV)/.installed
+
+.PHONY: help setup test check format bench clean
+
+help: ## this list
+	@grep -E '^[a-z]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 10
+
+setup: $(STAMP) ## make .venv with pinned dependencies
+
+$(STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(VENV)/bin/python -m pip install -q -c constraints.txt -e '.[dev]'
+	@touch $@
+
+test: $(STAMP) ## run the whole suite, offline
+	$(VENV)/bin/python -m pytest -q
+
+check: $(STAMP) ## lint, format and types; reads only
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/mypy
+	@$(VENV)/bin/python tests/longest.py
+
+format: $(STAMP) ## rewrite the files in the project's format
+	$(VENV)/bin/ruff check --fix .
+	$(VENV)/bin/ruff format .
+
+bench: $(STAMP) ## what a step costs the scheduler alone
+	$(VENV)/bin/python -m bench.step
+
+clean: ## remove what setup and the tools made
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

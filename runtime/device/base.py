@@ -1,0 +1,52 @@
+"""What the worker asks of a device. Members: `cpu` (torch and our kernels), `sim` (modelled, no torch), `cuda` (later).
+
+A device runs steps in the order in which they were launched. On the CPU `launch` computes and reports before it
+returns; an asynchronous device queues the step and reports from its completion thread. The worker's loop is the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from runtime.step import StepPlan, StepResult
+
+
+class Tokens(Protocol):
+    """The worker's view of the TokenTable (`ipc.token_table.TokenTable` is one)."""
+
+    next: NDArray[np.int32]  # [slots]: the input id of each slot's next decode row
+
+    def poison(self, step: int, rows: NDArray[np.int32]) -> None:
+        """Mark the ids of the step's sampling `rows` as not yet written, and stamp the ring entry with `step`."""
+
+    def publish(self, step: int, rows: NDArray[np.int32], slots: NDArray[np.int32], ids: NDArray[np.int32]) -> None:
+        """Write `ids` (int32[S, k], k tokens a row) to the ring for `rows` and the last of each to `next[slots]`."""
+
+
+@dataclass(frozen=True)
+class DeviceInfo:
+    """What a device found out while it loaded."""
+
+    num_blocks: int  # KV pages, the scratch page 0 included
+    vocab_size: int
+    weight_bytes: int
+    kv_bytes: int
+    description: str  # one line for the start-up log and /status
+
+
+class Device(Protocol):
+    """One accelerator with its weights and KV pages."""
+
+    def load(self) -> DeviceInfo:
+        """Read the weights, size and allocate the KV. Raises `runtime.config.ConfigError` with one clear line."""
+
+    def launch(self, plan: StepPlan, done: Callable[[StepResult], None]) -> None:
+        """Run the plan after all launched before it; call `done` once its ids are visible in the TokenTable."""
+
+    def close(self) -> None:
+        """Give everything back; steps still queued are dropped."""

@@ -1,0 +1,101 @@
+"""A modelled accelerator with hash KV: the engine's own test bed. Knows no torch, no weights and no text.
+
+Each KV cell stores a hash of the previous cell, reached through the block table, and of the input id, read from `next`
+or from the chunk. The token is a hash of the row's last cell (and of the row's random number unless greedy), so a
+stale slot, a wrong page or a bad prefix hit changes the answer. The distribution is uniform: top_k, top_p and min_p
+have nothing to shape here. The chain h' = A·h + B·(id + 1) mod 2**64 is linear, so a whole chunk is one cumulative sum.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from runtime.batch import Batch, SlotTables
+from runtime.device.base import DeviceInfo, Tokens
+from runtime.sampling import mix64
+from runtime.step import StepPlan, StepResult
+
+U64 = NDArray[np.uint64]
+A = 0x9E3779B97F4A7C15
+B = 0xC2B2AE3D27D4EB4F
+A_INVERSE = pow(A, -1, 2**64)
+
+
+def powers(base: int, count: int) -> U64:
+    """base**0 .. base**(count - 1) mod 2**64, uint64[count]."""
+    factors = np.full(count, base, np.uint64)
+    factors[:1] = 1
+    return np.cumprod(factors, dtype=np.uint64)
+
+
+class SimDevice:
+    """`num_blocks` pages of `block_size` cells; page 0 is scratch."""
+
+    def __init__(self, tables: SlotTables, tokens: Tokens, num_blocks: int, vocab_size: int = 512) -> None:
+        self.tables, self.tokens, self.vocab_size = tables, tokens, vocab_size
+        self.num_blocks = num_blocks
+        self.cells = np.zeros(num_blocks * tables.block_size, np.uint64)
+
+    def load(self) -> DeviceInfo:
+        return DeviceInfo(self.num_blocks, self.vocab_size, 0, self.cells.nbytes, "simulated device, untimed")
+
+    def launch(self, plan: StepPlan, done: Callable[[StepResult], None]) -> None:
+        launched = time.monotonic_ns()
+        batch = self.tables.apply(plan)
+        self.tokens.poison(batch.step, batch.sample_rows)
+        started = time.monotonic_ns()
+        ids = self._sample(batch, self._forward(batch))
+        self.tokens.publish(batch.step, batch.sample_rows, batch.slots[batch.sample_rows], ids[:, None])
+        done(StepResult(plan.epoch, plan.step, launched, started, time.monotonic_ns()))
+
+    def close(self) -> None:
+        self.cells = np.zeros(0, np.uint64)
+
+    def _forward(self, batch: Batch) -> U64:
+        """Fill the step's cells; returns the last cell of each row, uint64[R]."""
+        last = np.zeros(len(batch.slots), np.uint64)
+        ids = batch.input_ids.copy()
+        ids[: batch.num_decode] = self.tokens.next[batch.slots[: batch.num_decode]]
+        inputs = (ids.astype(np.uint64) + np.uint64(1)) * np.uint64(B)
+        decode = slice(0, batch.num_decode)
+        last[decode] = self._previous(batch)[decode] * np.uint64(A) + inputs[decode]
+        self.cells[batch.kv_cells[decode]] = last[decode]
+        begin = batch.num_decode
+        for row in range(batch.num_decode, len(batch.slots)):  # in order: a row may share pages of one before it
+            end = begin + int(batch.query_lens[row])
+            cells = self._chain(self._previous_of(batch, row), inputs[begin:end])
+            self.cells[batch.kv_cells[begin:end]] = cells
+            last[row] = cells[-1]
+            begin = end
+        return last
+
+    def _previous(self, batch: Batch) -> U64:
+        return np.array([self._previous_of(batch, row) for row in range(batch.num_decode)], np.uint64)
+
+    def _previous_of(self, batch: Batch, row: int) -> np.uint64:
+        before = int(batch.seq_lens[row] - batch.query_lens[row]) - 1
+        if before < 0:
+            return np.uint64(0)
+        page, offset = divmod(before, self.tables.block_size)
+        cell: np.uint64 = self.cells[int(batch.page_table[row, page]) * self.tables.block_size + offset]
+        return cell
+
+    def _chain(self, previous: np.uint64, inputs: U64) -> U64:
+        """h[k] = A**(k+1) * (previous + sum over j <= k of A**-(j+1) * inputs[j])."""
+        count = len(inputs) + 1
+        sums = np.cumsum(powers(A_INVERSE, count)[1:] * inputs, dtype=np.uint64)
+        return powers(A, count)[1:] * (sums + previous)
+
+    def _sample(self, batch: Batch, last: U64) -> NDArray[np.int32]:
+        """int32[S]: greedy rows from the cell alone, others from the cell and their random number."""
+        sample = batch.sample
+        noise = np.where(sample.temperature > 0, (sample.uniform * 2.0**53).astype(np.uint64) + np.uint64(1), 0)
+        ids = (mix64(last[batch.sample_rows] ^ noise.astype(np.uint64)) % np.uint64(self.vocab_size)).astype(np.int32)
+        for row, banned in sample.banned:
+            while int(ids[row]) in banned:
+                ids[row] = (ids[row] + 1) % self.vocab_size
+        return ids

@@ -1,0 +1,384 @@
+"""The scheduler: admission, the plan of each step, finish rules and preemption, as arrays and without I/O.
+
+One invariant instead of phases: a request has `num_tokens` (known or in flight) and `num_computed`, and scheduling
+means letting computed catch up within the token budget. `plan` may be called while up to `depth` results are
+outstanding; `commit` takes the results in order. Nothing is given back before the last step that names it is
+acknowledged. Knows no socket, no clock, no text.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import deque
+from dataclasses import dataclass, replace
+from dataclasses import field as dataclass_field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from runtime.block_pool import BlockPool
+from runtime.prefix_cache import ROOT, PrefixCache
+from runtime.request import AdmissionError, Finish, Request
+from runtime.slots import Slots, SlotState
+from runtime.step import ID_DTYPE, SLOT_DTYPE, SlotAdmission, StepPlan
+
+I32 = NDArray[np.int32]
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a scheduler may use. Raises `ValueError` where the numbers contradict one another."""
+
+    num_blocks: int  # KV pages, scratch page 0 included
+    block_size: int = 16
+    max_model_len: int = 2048  # tokens of a request, prompt and output
+    max_num_seqs: int = 64  # rows of a step
+    max_num_batched_tokens: int = 2048  # tokens of a step
+    max_num_queued: int | None = None  # waiting requests; None: no limit
+    depth: int = 1  # steps planned past the last result
+    prefix_cache: bool = True
+    num_slots: int | None = None  # tests only; default 1 + (1 + depth) * max_num_seqs
+
+    def __post_init__(self) -> None:
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ValueError("max_num_batched_tokens must be at least max_num_seqs, a token for each row")
+        if self.max_model_len > (self.num_blocks - 1) * self.block_size:
+            raise ValueError(f"max_model_len {self.max_model_len} does not fit {self.num_blocks - 1} KV pages")
+
+    @property
+    def slots(self) -> int:
+        return self.num_slots or 1 + (1 + self.depth) * self.max_num_seqs
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """What a step in flight will be read against."""
+
+    step: int
+    rows: I32  # rows that sample
+    slots: I32  # the slot of each
+
+
+@dataclass(frozen=True)
+class Outputs:
+    """The tokens of one step, a row per request."""
+
+    requests: NDArray[np.uint64]
+    sources: NDArray[np.uint16]
+    offsets: I32  # index of the token among the request's output
+    ids: I32
+    finishes: NDArray[np.uint8]  # `Finish`
+
+
+@dataclass
+class Growth:
+    """Pages taken while a step is planned: whose, and which."""
+
+    owners: list[I32] = dataclass_field(default_factory=list)
+    pages: list[I32] = dataclass_field(default_factory=list)
+
+
+class Scheduler:
+    """Plans steps for one worker. `limits` is fixed for its life."""
+
+    def __init__(self, limits: Limits, epoch: int = 0) -> None:
+        self.limits = limits
+        self.epoch = epoch
+        self.slots = Slots(limits.slots, limits.max_model_len, limits.block_size)
+        self.cache = PrefixCache(BlockPool(limits.num_blocks), limits.block_size, limits.prefix_cache)
+        self.records: deque[StepRecord] = deque()
+        self.active: I32 = np.zeros(0, np.int32)  # slots that need further rows, by (priority, arrival)
+        self.num_preemptions = 0
+        self._running: dict[int, int] = {}  # request id → slot
+        self._requests: dict[int, Request] = {}  # waiting or running
+        self._waiting: list[tuple[int, int, int]] = []  # heap of (priority, arrival, request id)
+        self._marked: list[int] = []  # slots to give back once acknowledged
+        self._next_arrival = 0
+        self._next_step = 0
+        self._acknowledged = -1
+
+    # -- requests
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._requests) - len(self._running)
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    @property
+    def idle(self) -> bool:
+        """Nothing to plan, nothing in flight, nothing to give back."""
+        return not (self._requests or self.records or self._marked)
+
+    def admit(self, request: Request) -> None:
+        """Queue a request. Raises `AdmissionError` for one that can never run or that the queue has no room for."""
+        length = len(request.prompt_ids) + len(request.output_ids)
+        if request.id in self._requests:
+            raise AdmissionError("id", f"request {request.id} is live already")
+        if not len(request.prompt_ids):
+            raise AdmissionError("prompt", "the prompt is empty")
+        if length >= self.limits.max_model_len:
+            longest = self.limits.max_model_len - 1
+            raise AdmissionError("prompt", f"the prompt has {length} tokens, at most {longest} fit the model")
+        if request.max_tokens <= len(request.output_ids):
+            raise AdmissionError("max_tokens", "max_tokens leaves nothing to generate")
+        queued = self.limits.max_num_queued
+        if queued is not None and request.arrival is None and self.num_waiting >= queued:
+            raise AdmissionError("queue", f"the queue is full ({queued} requests wait)")
+        self._enqueue(request)
+
+    def cancel(self, request_id: int) -> bool:
+        """End a request without a further token; False if it is not live."""
+        if self._requests.pop(request_id, None) is None:
+            return False
+        slot = self._running.pop(request_id, None)
+        if slot is not None:
+            self._end(slot)
+        return True
+
+    def _enqueue(self, request: Request) -> None:
+        if request.arrival is None:
+            request = replace(request, arrival=self._next_arrival)
+            self._next_arrival += 1
+        assert request.arrival is not None
+        self._requests[request.id] = request
+        heapq.heappush(self._waiting, (request.priority, request.arrival, request.id))
+
+    # -- planning
+
+    def plan(self) -> StepPlan | None:
+        """The next step, or None: nothing is runnable, or `depth` results are outstanding already."""
+        if len(self.records) > self.limits.depth:
+            return None
+        growth = Growth()
+        slots, lens, starved = self._running_rows()
+        self._grow(slots, lens, growth)
+        admissions: list[SlotAdmission] = []
+        if not starved:
+            budget = self.limits.max_num_batched_tokens - int(lens.sum())
+            new_slots, new_lens = self._admit_waiting(budget, growth, admissions)
+            slots, lens = np.concatenate((slots, new_slots)), np.concatenate((lens, new_lens))
+        return self._build(slots, lens, growth, admissions) if len(slots) else None
+
+    def _running_rows(self) -> tuple[I32, I32, bool]:
+        """Active slots that get tokens and pages now, and whether some had to wait for pages.
+
+        Preempts the last in order only where the pages on their way back fall short.
+        """
+        while True:
+            slots, lens = self._share_budget()
+            need = np.cumsum(self._pages_needed(slots, lens))
+            fits = need <= self.cache.num_available
+            if fits.all():
+                return slots, lens, False
+            short = int(need[-1]) - self.cache.num_available
+            if self._promised() >= short or len(self.active) <= 1:
+                return slots[fits], lens[fits], True
+            self.num_preemptions += 1
+            self._mark(int(self.active[-1]), SlotState.PREEMPTING)
+
+    def _share_budget(self) -> tuple[I32, I32]:
+        """Active slots with the tokens each may compute: decode rows one each, then prompts in order."""
+        field, slots = self.slots, self.active
+        want = field.num_tokens[slots] - field.num_computed[slots]
+        prefill = np.flatnonzero(field.num_computed[slots] < field.num_prefill[slots])
+        lens = np.ones(len(slots), np.int32)
+        budget = self.limits.max_num_batched_tokens - (len(slots) - len(prefill))
+        before = np.cumsum(want[prefill]) - want[prefill]
+        lens[prefill] = np.clip(budget - before, 0, want[prefill])
+        return slots[lens > 0], lens[lens > 0]
+
+    def _pages_needed(self, slots: I32, lens: I32) -> I32:
+        tokens = self.slots.num_computed[slots] + lens
+        pages: I32 = np.maximum(-(-tokens // self.limits.block_size) - self.slots.num_pages[slots], 0)
+        return pages
+
+    def _promised(self) -> int:
+        """Pages that come back without preempting: those of marked slots and of slots planned to their end."""
+        leaving = (set(self._running.values()) - set(self.active.tolist())) | set(self._marked)
+        return sum(int((self.cache.pool.refs[self._held(slot)] == 1).sum()) for slot in leaving)
+
+    def _held(self, slot: int) -> I32:
+        held: I32 = self.slots.pages[slot, : self.slots.num_pages[slot]]
+        return held
+
+    def _admit_waiting(self, budget: int, growth: Growth, admissions: list[SlotAdmission]) -> tuple[I32, I32]:
+        """Start waiting requests while rows, slots, tokens and pages for their whole prompt are to be had."""
+        slots: list[int] = []
+        lens: list[int] = []
+        while budget > 0 and self.slots.free and len(self.active) + len(slots) < self.limits.max_num_seqs:
+            request = self._first_waiting()
+            if request is None:
+                break
+            ids = np.concatenate((request.prompt_ids, request.output_ids))
+            prefix = self.cache.match(ids)
+            if -(-(len(ids) + 1) // self.limits.block_size) - len(prefix) > self.cache.num_available:
+                self.cache.release(prefix)
+                break
+            slots.append(self._start(request, prefix, admissions))
+            lens.append(min(budget, len(ids) - len(prefix) * self.limits.block_size))
+            budget -= lens[-1]
+            self._grow(np.array(slots[-1:], np.int32), np.array(lens[-1:], np.int32), growth)
+        if slots:
+            self.active = self._ordered(np.concatenate((self.active, np.array(slots, np.int32))))
+        return np.array(slots, np.int32), np.array(lens, np.int32)
+
+    def _first_waiting(self) -> Request | None:
+        """The first in the queue that has not been cancelled; it stays there until started."""
+        while self._waiting:
+            _, arrival, request_id = self._waiting[0]
+            request = self._requests.get(request_id)
+            if request is not None and request_id not in self._running and request.arrival == arrival:
+                return request
+            heapq.heappop(self._waiting)
+        return None
+
+    def _start(self, request: Request, prefix: I32, admissions: list[SlotAdmission]) -> int:
+        """Give the first of the queue a slot whose first pages are the (held) cached prefix."""
+        _, arrival, _ = heapq.heappop(self._waiting)
+        limit = min(len(request.prompt_ids) + request.max_tokens, self.limits.max_model_len)
+        field = self.slots
+        slot = field.assign(request, arrival, limit)
+        field.num_computed[slot] = len(prefix) * self.limits.block_size
+        field.num_pages[slot] = field.num_cached[slot] = len(prefix)
+        field.pages[slot, : len(prefix)] = prefix
+        self._running[request.id] = slot
+        start = int(field.num_computed[slot])
+        admissions.append(
+            SlotAdmission(slot, start, len(request.prompt_ids), prefix.astype(ID_DTYPE).tobytes(), request.sampling)
+        )
+        return slot
+
+    def _ordered(self, slots: I32) -> I32:
+        return slots[np.lexsort((self.slots.arrival[slots], self.slots.priority[slots]))]
+
+    def _grow(self, slots: I32, lens: I32, growth: Growth) -> None:
+        """Take the pages that the rows need and let the prefix cache know of prompt pages that this step fills."""
+        need = self._pages_needed(slots, lens)
+        field = self.slots
+        owners = np.repeat(slots, need)
+        pages = self.cache.take(len(owners))
+        within = np.arange(len(owners)) - np.repeat(np.cumsum(need) - need, need)
+        field.pages[owners, field.num_pages[owners] + within] = pages
+        field.num_pages[slots] += need
+        growth.owners.append(owners)
+        growth.pages.append(pages)
+        for row in np.flatnonzero(field.num_computed[slots] < field.num_prefill[slots]):
+            slot = int(slots[row])
+            filled = min(int(field.num_computed[slot] + lens[row]), int(field.num_prefill[slot]))
+            self._cache_pages(slot, filled // self.limits.block_size)
+
+    def _cache_pages(self, slot: int, whole: int) -> None:
+        """Insert the slot's first `whole` pages, so far as they are not there yet."""
+        field, size = self.slots, self.limits.block_size
+        known = int(field.num_cached[slot])
+        if known < 0 or whole <= known:
+            return
+        parent = int(field.pages[slot, known - 1]) if known else ROOT
+        ids = field.tokens[slot, known * size : whole * size]
+        taken = self.cache.insert(parent, field.pages[slot, known:whole], ids)
+        field.num_cached[slot] = whole if taken == whole - known else -1
+
+    def _build(self, slots: I32, lens: I32, growth: Growth, admissions: list[SlotAdmission]) -> StepPlan:
+        """Book the rows as planned and write them down."""
+        field = self.slots
+        computed = field.num_computed[slots]
+        decode = computed >= field.num_prefill[slots]
+        chunks, chunk_lens = slots[~decode], lens[~decode]
+        ids = [field.tokens[s, c : c + n] for s, c, n in zip(chunks, computed[~decode], chunk_lens, strict=True)]
+        field.num_computed[slots] += lens
+        samples = field.num_computed[slots] == field.num_tokens[slots]
+        field.num_tokens[slots[samples]] += 1
+        step, self._next_step = self._next_step, self._next_step + 1
+        field.last_step[slots] = step
+        self.active = self.active[field.num_tokens[self.active] < field.limit[self.active]]
+        order = np.concatenate((slots[decode], chunks))
+        rows = np.flatnonzero(np.concatenate((samples[decode], samples[~decode]))).astype(np.int32)
+        self.records.append(StepRecord(step, rows, order[rows]))
+        return StepPlan(
+            self.epoch,
+            step,
+            slots[decode].astype(SLOT_DTYPE).tobytes(),
+            chunks.astype(SLOT_DTYPE).tobytes(),
+            chunk_lens.astype(ID_DTYPE).tobytes(),
+            samples[~decode].astype(np.uint8).tobytes(),
+            np.concatenate(ids).astype(ID_DTYPE).tobytes() if ids else b"",
+            np.concatenate(growth.owners).astype(SLOT_DTYPE).tobytes(),
+            np.concatenate(growth.pages).astype(ID_DTYPE).tobytes(),
+            admissions,
+        )
+
+    # -- results
+
+    def commit(self, step: int, ids: I32) -> Outputs:
+        """Take the ids of the oldest step in flight, int32[S] as `records[0].rows` names them.
+
+        Rows whose request has ended are dropped. Raises `RuntimeError` when the results come out of order.
+        """
+        record = self.records.popleft()
+        if record.step != step or len(ids) != len(record.rows):
+            raise RuntimeError(f"result of step {step} with {len(ids)} ids, expected step {record.step}")
+        self._acknowledged = step
+        field = self.slots
+        live = (field.state[record.slots] == SlotState.RUNNING) | (field.state[record.slots] == SlotState.PREEMPTING)
+        slots, ids = record.slots[live], ids[live]
+        offsets = field.committed[slots] - field.num_prompt[slots]
+        field.tokens[slots, field.committed[slots]] = ids
+        field.committed[slots] += 1
+        finishes = self._finishes(slots, ids)
+        outputs = Outputs(field.request[slots], field.source[slots], offsets, ids, finishes)
+        for slot in slots[finishes != Finish.NONE].tolist():
+            self._end(slot)
+        self._give_back()
+        return outputs
+
+    def _finishes(self, slots: I32, ids: I32) -> NDArray[np.uint8]:
+        field = self.slots
+        stop = (field.stop_ids[slots] == ids[:, None]).any(1) & (field.committed[slots] > field.min_stop[slots])
+        length = field.committed[slots] >= field.limit[slots]
+        return np.where(stop, Finish.STOP, np.where(length, Finish.LENGTH, Finish.NONE)).astype(np.uint8)
+
+    # -- giving back
+
+    def _end(self, slot: int) -> None:
+        request_id = int(self.slots.request[slot])
+        self._requests.pop(request_id, None)
+        self._running.pop(request_id, None)
+        self._mark(slot, SlotState.ENDED)
+
+    def _mark(self, slot: int, state: SlotState) -> None:
+        """No further row for the slot; it comes back once its last step is acknowledged. Idempotent."""
+        self.slots.state[slot] = state
+        self.active = self.active[self.active != slot]
+        if slot not in self._marked:
+            self._marked.append(slot)
+        self._give_back_if_idle(slot)
+
+    def _give_back_if_idle(self, slot: int) -> None:
+        if self.slots.last_step[slot] <= self._acknowledged:
+            self._marked.remove(slot)
+            self._free(slot)
+
+    def _give_back(self) -> None:
+        for slot in list(self._marked):
+            self._give_back_if_idle(slot)
+
+    def _free(self, slot: int) -> None:
+        """The one place where a slot and its pages return; a preempted request returns to the queue."""
+        field = self.slots
+        written = min(int(field.num_computed[slot]), int(field.committed[slot]) - 1)
+        self._cache_pages(slot, written // self.limits.block_size)
+        self.cache.release(self._held(slot))
+        if field.state[slot] == SlotState.PREEMPTING:
+            self._requeue(slot)
+        field.state[slot] = SlotState.FREE
+        field.free.append(slot)
+
+    def _requeue(self, slot: int) -> None:
+        request_id = int(self.slots.request[slot])
+        output = self.slots.tokens[slot, self.slots.num_prompt[slot] : self.slots.committed[slot]].copy()
+        arrival = int(self.slots.arrival[slot])
+        del self._running[request_id]
+        self._enqueue(replace(self._requests[request_id], output_ids=output, arrival=arrival))

@@ -1,0 +1,51 @@
+"""What the scheduler tells the worker, and what the worker answers: the step protocol's two structs.
+
+A plan names slots, never tokens: a decode row reads its input id from `TokenTable.next[slot]` on the device, so the
+plan of step N+1 can be sent before the result of step N exists. Only differences travel: page tables, positions and
+sampling live on the worker (`runtime.batch`) and are changed by what a plan adds. Arrays travel as little-endian bytes
+so that encoding a step costs the same for 1 row and for 1000. This module knows no sockets and no devices.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from runtime.sampling import Sampling
+
+SLOT_DTYPE = "<u2"
+ID_DTYPE = "<i4"
+
+
+class SlotAdmission(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """A slot given to a request (new, resumed or preempted: one path); it resets all that the worker knows of it."""
+
+    slot: int
+    start: int  # tokens whose KV the prefix cache already holds; the first chunk begins at this position
+    num_prompt: int  # the prompt/output boundary among the ids (min_tokens counts from here)
+    pages: bytes  # ID_DTYPE[start / block_size]: the shared prefix pages; new ones come as `page_slots`/`pages`
+    sampling: Sampling
+
+
+class StepPlan(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """One step. Rows are the decode rows, in order, followed by the chunk rows, in order."""
+
+    epoch: int  # one life of the worker; a plan of another epoch is refused
+    step: int  # gapless within an epoch
+    decode_slots: bytes  # SLOT_DTYPE[D]: one token each, input from TokenTable.next[slot]; all of them sample
+    chunk_slots: bytes = b""  # SLOT_DTYPE[C]: rows whose ids travel with the plan
+    chunk_lens: bytes = b""  # ID_DTYPE[C]: tokens of each chunk, at least 1
+    chunk_samples: bytes = b""  # uint8[C]: 1 where the chunk reaches the last known token, so the row samples
+    chunk_ids: bytes = b""  # ID_DTYPE[sum(chunk_lens)]
+    page_slots: bytes = b""  # SLOT_DTYPE[P]: which slot's table each of `pages` is appended to, in order
+    pages: bytes = b""  # ID_DTYPE[P]
+    admitted: list[SlotAdmission] = []  # applied before `pages`
+
+
+class StepResult(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """A step is done: its ids stand in `TokenTable.ids[step % R]`. Times are CLOCK_MONOTONIC nanoseconds."""
+
+    epoch: int
+    step: int
+    launched: int  # the worker took the plan up
+    started: int  # the device began to compute it
+    ended: int  # the device had finished, ids visible
