@@ -7,7 +7,7 @@ is counted and dropped; it never ends a loop.
 from __future__ import annotations
 
 import os
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import msgspec
 import zmq
@@ -41,13 +41,13 @@ class Receiver(Generic[T]):
     Raises `OSError` where an `ipc://` path exists already: ZMQ itself would steal it without a word.
     """
 
-    def __init__(self, address: str, kind: type[T]) -> None:
+    def __init__(self, address: str, kind: Any) -> None:
         if address.startswith("ipc://") and os.path.exists(address.removeprefix("ipc://")):
             raise FileExistsError(f"{address} is bound already")
         self.dropped = 0  # frames that did not decode
         self._socket = _socket(zmq.PULL)
         self._socket.bind(address)
-        self._decoder = msgspec.msgpack.Decoder(kind)
+        self._decoder: msgspec.msgpack.Decoder[T] = msgspec.msgpack.Decoder(kind)
 
     def receive(self, timeout: float) -> T | None:
         """The next message, or None when none has come within `timeout` seconds."""
