@@ -11,7 +11,18 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 FORBIDDEN = {"runtime": {"ipc", "proc", "zmq", "socket", "subprocess"}, "ipc": {"runtime", "proc", "torch"}}
-TORCH_FREE = ("sampling", "request", "step", "batch", "slots", "block_pool", "prefix_cache", "scheduler", "device.sim")
+TORCH_FREE = (
+    "sampling",
+    "request",
+    "step",
+    "batch",
+    "slots",
+    "block_pool",
+    "prefix_cache",
+    "scheduler",
+    "device.sim",
+    "text",
+)
 
 
 def imported(path: Path) -> set[str]:
