@@ -1,0 +1,62 @@
+"""The Llama family in torch: Llama, Mistral, Qwen2 and Qwen3. Attention is handed in; knows no pages, no batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch.nn.functional import embedding, linear, silu
+
+from runtime.model.config import ModelConfig
+from runtime.model.rope import Rope
+
+Tensor = torch.Tensor
+Attention = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Root mean square norm in float32 (Zhang and Sennrich 2019); same dtype as x."""
+    wide = x.float()
+    return weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)).to(x.dtype)
+
+
+class Llama:
+    """`weights` are named as in the checkpoint."""
+
+    def __init__(self, config: ModelConfig, weights: dict[str, Tensor], max_len: int) -> None:
+        self.config, self.weights = config, weights
+        self.rope = Rope(config, max_len)
+        self.head = weights["model.embed_tokens.weight" if config.tied else "lm_head.weight"]
+
+    def forward(self, input_ids: Tensor, positions: Tensor, attention: Attention) -> Tensor:
+        """int64[T] and int64[T] to the normed hidden states [T, hidden_size]."""
+        weights, eps = self.weights, self.config.rms_norm_eps
+        x = embedding(input_ids, weights["model.embed_tokens.weight"])
+        for layer in range(self.config.num_layers):
+            name = f"model.layers.{layer}."
+            normed = rms_norm(x, weights[name + "input_layernorm.weight"], eps)
+            x = x + self._attend(layer, name + "self_attn.", normed, positions, attention)
+            normed = rms_norm(x, weights[name + "post_attention_layernorm.weight"], eps)
+            x = x + self._mlp(name + "mlp.", normed)
+        return rms_norm(x, weights["model.norm.weight"], eps)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[S, hidden_size] to float32[S, vocab_size]."""
+        return linear(hidden, self.head).float()
+
+    def _attend(self, layer: int, name: str, x: Tensor, positions: Tensor, attention: Attention) -> Tensor:
+        config, weights = self.config, self.weights
+        parts = (
+            linear(x, weights[f"{name}{part}_proj.weight"], weights.get(f"{name}{part}_proj.bias")) for part in "qkv"
+        )
+        query, key, value = (part.view(len(x), -1, config.head_dim) for part in parts)
+        if config.qk_norm:
+            query = rms_norm(query, weights[name + "q_norm.weight"], config.rms_norm_eps)
+            key = rms_norm(key, weights[name + "k_norm.weight"], config.rms_norm_eps)
+        query, key = self.rope.rotate(query, positions), self.rope.rotate(key, positions)
+        return linear(attention(layer, query, key, value).flatten(1), weights[name + "o_proj.weight"])
+
+    def _mlp(self, name: str, x: Tensor) -> Tensor:
+        weights = self.weights
+        gated = silu(linear(x, weights[name + "gate_proj.weight"])) * linear(x, weights[name + "up_proj.weight"])
+        return linear(gated, weights[name + "down_proj.weight"])

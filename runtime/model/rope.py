@@ -1,0 +1,65 @@
+"""Rotary embeddings: the frequencies of each scaling kind, and their application.
+
+Sources: RoFormer (Su et al. 2021), YaRN (Peng et al. 2023), Llama 3.1.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from runtime.model.config import ModelConfig
+
+Tensor = torch.Tensor
+
+
+class Rope:
+    """cos and sin tables for every position up to `max_model_len`, float32[max_model_len, head_dim]."""
+
+    def __init__(self, config: ModelConfig, max_len: int) -> None:
+        inverse, scale = frequencies(config)
+        angles = torch.outer(torch.arange(max_len, dtype=torch.float32), inverse)
+        angles = torch.cat((angles, angles), -1)
+        self.cos, self.sin = angles.cos() * scale, angles.sin() * scale
+
+    def rotate(self, x: Tensor, positions: Tensor) -> Tensor:
+        """x[T, heads, head_dim] rotated by positions[T]; same dtype."""
+        cos, sin = (table[positions].unsqueeze(1).to(x.dtype) for table in (self.cos, self.sin))
+        half = x.shape[-1] // 2
+        return x * cos + torch.cat((-x[..., half:], x[..., :half]), -1) * sin
+
+
+def frequencies(config: ModelConfig) -> tuple[Tensor, float]:
+    """Inverse frequencies float32[head_dim / 2], and the factor on cos and sin."""
+    rope, dim = config.rope, config.head_dim
+    plain = 1.0 / config.rope_theta ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim)
+    kind = rope["rope_type"]
+    if kind == "linear":
+        return plain / rope["factor"], 1.0
+    if kind == "llama3":
+        return _llama3(plain, rope), 1.0
+    if kind == "yarn":
+        return _yarn(plain, config)
+    return plain, 1.0
+
+
+def _llama3(plain: Tensor, rope: dict[str, float]) -> Tensor:
+    length, low, high = rope["original_max_position_embeddings"], rope["low_freq_factor"], rope["high_freq_factor"]
+    waves = 2 * math.pi / plain
+    smooth = ((length / waves - low) / (high - low)).clamp(0, 1)
+    return (1 - smooth) * plain / rope["factor"] + smooth * plain
+
+
+def _yarn(plain: Tensor, config: ModelConfig) -> tuple[Tensor, float]:
+    rope, dim = config.rope, config.head_dim
+    length = rope.get("original_max_position_embeddings") or config.max_model_len
+
+    def dimension(rotations: float) -> float:
+        return dim * math.log(length / (rotations * 2 * math.pi)) / (2 * math.log(config.rope_theta))
+
+    low = max(math.floor(dimension(rope.get("beta_fast") or 32)), 0)
+    high = min(math.ceil(dimension(rope.get("beta_slow") or 1)), dim - 1)
+    ramp = ((torch.arange(dim // 2, dtype=torch.float32) - low) / max(high - low, 1e-3)).clamp(0, 1)
+    scale = rope.get("attention_factor") or 0.1 * math.log(rope["factor"]) + 1.0
+    return plain / rope["factor"] * ramp + plain * (1 - ramp), scale
