@@ -1,0 +1,57 @@
+"""The CPU as a device: a Llama-family model in torch over paged KV. Computes when launched and reports at once."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from runtime.attention.cpu import CpuAttention
+from runtime.batch import Batch, SlotTables
+from runtime.device.base import DeviceInfo, Tokens
+from runtime.kv_cache import KVCache
+from runtime.model.llama import Llama
+from runtime.sampler import sample
+from runtime.step import StepPlan, StepResult
+
+
+class CpuDevice:
+    """`model` with `num_blocks` KV pages; page 0 is scratch."""
+
+    def __init__(self, model: Llama, tables: SlotTables, tokens: Tokens, num_blocks: int) -> None:
+        self.model, self.tables, self.tokens, self.num_blocks = model, tables, tokens, num_blocks
+        config = model.config
+        self.cache = KVCache(
+            config.num_layers, num_blocks, tables.block_size, config.num_kv_heads, config.head_dim, model.head.dtype
+        )
+
+    def load(self) -> DeviceInfo:
+        weights = sum(tensor.nbytes for tensor in self.model.weights.values())
+        kv = sum(tensor.nbytes for tensor in (*self.cache.keys, *self.cache.values))
+        return DeviceInfo(self.num_blocks, self.model.config.vocab_size, weights, kv, "cpu, torch")
+
+    def launch(self, plan: StepPlan, done: Callable[[StepResult], None]) -> None:
+        launched = time.monotonic_ns()
+        batch = self.tables.apply(plan)
+        self.tokens.poison(batch.step, batch.sample_rows)
+        started = time.monotonic_ns()
+        ids = self._compute(batch)
+        self.tokens.publish(batch.step, batch.sample_rows, batch.slots[batch.sample_rows], ids[:, None])
+        done(StepResult(plan.epoch, plan.step, launched, started, time.monotonic_ns()))
+
+    def close(self) -> None:
+        self.cache.keys.clear()
+        self.cache.values.clear()
+
+    @torch.inference_mode()
+    def _compute(self, batch: Batch) -> NDArray[np.int32]:
+        """Forward and sample; int32[S]."""
+        ids = batch.input_ids.astype(np.int64)
+        ids[: batch.num_decode] = self.tokens.next[batch.slots[: batch.num_decode]]
+        attention = CpuAttention(batch, self.cache, self.model.config.sliding_window)
+        positions = torch.from_numpy(batch.positions.astype(np.int64))
+        hidden = self.model.forward(torch.from_numpy(ids), positions, attention)
+        return sample(self.model.logits(hidden[torch.from_numpy(batch.last_tokens)]), batch.sample)

@@ -1,0 +1,94 @@
+"""Weights of the Llama family: read from safetensors (one file or shards), or made up for `--load-format dummy`.
+
+Every tensor the model uses must be there with its shape; what is there beyond them is refused by name, since it would
+mean another model than the one we compute. Knows no device but the CPU.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from runtime.model.config import ConfigError, ModelConfig
+
+Tensor = torch.Tensor
+IGNORED = "rotary_emb.inv_freq"  # older checkpoints carry the derived frequencies
+
+
+def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Name → shape of every tensor of the model."""
+    hidden, dim = config.hidden_size, config.head_dim
+    shapes: dict[str, tuple[int, ...]] = {
+        "model.embed_tokens.weight": (config.vocab_size, hidden),
+        "model.norm.weight": (hidden,),
+    }
+    if not config.tied:
+        shapes["lm_head.weight"] = (config.vocab_size, hidden)
+    for layer in range(config.num_layers):
+        name = f"model.layers.{layer}."
+        shapes[name + "input_layernorm.weight"] = shapes[name + "post_attention_layernorm.weight"] = (hidden,)
+        shapes[name + "self_attn.o_proj.weight"] = (hidden, config.num_heads * dim)
+        shapes[name + "mlp.down_proj.weight"] = (hidden, config.intermediate_size)
+        for part in ("gate", "up"):
+            shapes[f"{name}mlp.{part}_proj.weight"] = (config.intermediate_size, hidden)
+        for part, heads in (("q", config.num_heads), ("k", config.num_kv_heads), ("v", config.num_kv_heads)):
+            shapes[f"{name}self_attn.{part}_proj.weight"] = (heads * dim, hidden)
+            if config.qkv_bias:
+                shapes[f"{name}self_attn.{part}_proj.bias"] = (heads * dim,)
+        if config.qk_norm:
+            shapes[name + "self_attn.q_norm.weight"] = shapes[name + "self_attn.k_norm.weight"] = (dim,)
+    return shapes
+
+
+def load_weights(folder: Path, config: ModelConfig, dtype: torch.dtype | None) -> dict[str, Tensor]:
+    """All tensors of the checkpoint as `dtype` (None: as stored). Raises `ConfigError` with one clear line."""
+    shapes = expected_shapes(config)
+    weights: dict[str, Tensor] = {}
+    for file in _files(folder):
+        for name, tensor in _tensors(file):
+            if IGNORED in name or (config.tied and name == "lm_head.weight"):
+                continue
+            if name not in shapes:
+                raise ConfigError(f"{file.name}: tensor {name} is none of the model's")
+            if tuple(tensor.shape) != shapes[name]:
+                raise ConfigError(f"{file.name}: tensor {name} is {tuple(tensor.shape)}, expected {shapes[name]}")
+            weights[name] = tensor if dtype is None else tensor.to(dtype)
+    missing = [name for name in shapes if name not in weights]
+    if missing:
+        raise ConfigError(f"{folder}: {len(missing)} tensors are missing, the first is {missing[0]}")
+    return weights
+
+
+def dummy_weights(config: ModelConfig, dtype: torch.dtype, seed: int = 0) -> dict[str, Tensor]:
+    """Random weights of the right shapes; norms are 1."""
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        name: torch.ones(shape, dtype=dtype)
+        if name.endswith("norm.weight")
+        else (torch.randn(shape, generator=generator) * 0.02).to(dtype)
+        for name, shape in expected_shapes(config).items()
+    }
+
+
+def _files(folder: Path) -> list[Path]:
+    index = folder / "model.safetensors.index.json"
+    if index.exists():
+        try:
+            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ConfigError(f"{index.name} cannot be read: {error!r}") from None
+        return [folder / name for name in names]
+    return [folder / "model.safetensors"]
+
+
+def _tensors(file: Path) -> Iterator[tuple[str, Tensor]]:
+    try:
+        with safe_open(file, framework="pt") as opened:
+            for name in opened.keys():  # noqa: SIM118 (it is no dict)
+                yield name, opened.get_tensor(name)
+    except (OSError, SafetensorError) as error:
+        raise ConfigError(f"{file} cannot be read: {error}") from None

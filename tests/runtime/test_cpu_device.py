@@ -1,0 +1,112 @@
+"""A tiny float32 model on the CPU device: the same tokens at every depth, chunk size and page count.
+
+The smallest gap between the two best logits along the runs is printed and asserted, so that a difference would be a
+fault and never rounding.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+import runtime.device.cpu as cpu
+from runtime.batch import SampleBatch, SlotTables
+from runtime.model.config import ModelConfig
+from runtime.model.llama import Llama
+from runtime.model.weights import expected_shapes
+from runtime.request import Request
+from runtime.scheduler import Limits
+from tests.fakes import Answer, Engine, request
+
+CONFIG = ModelConfig("LlamaForCausalLM", 64, 32, 48, 2, 4, 2, 8, 128, 1e-5, 1e4)
+LIMITS = Limits(num_blocks=256, block_size=4, max_model_len=96, max_num_seqs=8, max_num_batched_tokens=128, depth=0)
+
+
+def tiny_model() -> Llama:
+    generator = torch.Generator().manual_seed(2)
+    shapes = expected_shapes(CONFIG)
+    return Llama(CONFIG, {name: torch.randn(shape, generator=generator) * 0.4 for name, shape in shapes.items()}, 128)
+
+
+class CpuEngine(Engine):
+    """`Engine` with the CPU device in place of the simulated one."""
+
+    def __init__(self, limits: Limits, seed: int = 0) -> None:
+        super().__init__(limits, seed)
+        pages = -(-limits.max_model_len // limits.block_size)
+        tables = SlotTables(limits.slots, pages, limits.block_size)
+        self.device = cpu.CpuDevice(MODEL, tables, self.tokens, limits.num_blocks)  # type: ignore[assignment]
+
+
+MODEL = tiny_model()
+
+
+def requests() -> list[Request]:
+    draw = random.Random(3)
+    shared = [draw.randrange(64) for _ in range(16)]
+    return [
+        request(
+            number,
+            shared[: draw.choice([0, 8, 16])] + [draw.randrange(64) for _ in range(draw.choice([1, 3, 20]))],
+            draw.choice([1, 6, 16]),
+            temperature=draw.choice([0.0, 0.0, 0.8]),
+            top_k=draw.choice([0, 5]),
+            seed=number,
+            stop_ids=(7,),
+        )
+        for number in range(24)
+    ]
+
+
+def run(limits: Limits, seed: int = 0, spread: bool = False) -> dict[int, Answer]:
+    engine = CpuEngine(limits, seed)
+    for one in requests():
+        engine.admit(one)
+        while spread and engine.turn():
+            pass
+    engine.run()
+    return engine.answers
+
+
+@pytest.fixture(scope="module")
+def expected() -> dict[int, Answer]:
+    return run(replace(LIMITS, max_num_seqs=1, prefix_cache=False))
+
+
+@pytest.mark.parametrize(
+    ("depth", "radix", "chunk", "blocks", "spread"),
+    [
+        (0, True, 128, 256, False),
+        (1, True, 128, 256, False),
+        (2, True, 16, 256, False),
+        (1, False, 16, 26, False),
+        (2, True, 16, 26, False),
+        (1, True, 128, 256, True),
+    ],
+)
+def test_tokens_do_not_depend_on_the_layout(
+    monkeypatch: pytest.MonkeyPatch,
+    expected: dict[int, Answer],
+    depth: int,
+    radix: bool,
+    chunk: int,
+    blocks: int,
+    spread: bool,
+) -> None:
+    gaps: list[float] = []
+
+    def watched(logits: torch.Tensor, how: SampleBatch) -> np.ndarray:
+        best = logits.topk(2).values
+        gaps.extend((best[:, 0] - best[:, 1])[torch.from_numpy(how.temperature == 0)].tolist())
+        return real(logits, how)
+
+    real = cpu.sample
+    monkeypatch.setattr(cpu, "sample", watched)
+    limits = replace(LIMITS, depth=depth, prefix_cache=radix, max_num_batched_tokens=chunk, num_blocks=blocks)
+    assert run(limits, depth, spread) == expected
+    print(f"smallest top-2 gap {min(gaps):.2e} over {len(gaps)} greedy tokens")
+    assert min(gaps) > 1e-3
