@@ -1,10 +1,36 @@
-"""Text on its way out: stop strings found across pieces, with no part of one ever let through.
+"""Text on its way out: bytes turned into characters as tokens come, and stop strings found across pieces.
 
-What is let through after some text is a function of that text alone, however it was cut into pieces, so a resumed
-stream goes on exactly where the first one stood. Knows no tokens.
+Two small machines per request, each fed once per token. What they have let through after k tokens is a function of
+those k tokens alone, however they were grouped, so a resumed stream goes on exactly where the first one stood. They
+work on the bytes of each token (`runtime.tokenizer` knows them), hence the cost is linear even on endless invalid
+bytes, and a broken character is never shown while it may still be completed.
 """
 
 from __future__ import annotations
+
+import codecs
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+
+class Utf8Stream:
+    """Bytes to text; invalid bytes become U+FFFD, one for each maximal ill-formed part (Unicode 16, chapter 3.9).
+
+    `before` is what the output follows, the end of the prompt: where that ends in the middle of a character which the
+    output completes, the character is shown; nothing else of it ever is.
+    """
+
+    def __init__(self, before: bytes = b"") -> None:
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._decoder.decode(before)
+        self._primed = bool(self._decoder.getstate()[0])
+
+    def feed(self, piece: bytes, final: bool = False) -> str:
+        text = self._decoder.decode(piece, final)
+        if text and self._primed:
+            self._primed = False
+            return text.removeprefix("\ufffd")  # the prompt's broken character, not the output's
+        return text
 
 
 class StopStrings:
@@ -43,3 +69,53 @@ class StopStrings:
         """Length of the longest end of `text` that begins `stop`."""
         longest = min(len(stop) - 1, len(text))
         return next((n for n in range(longest, 0, -1) if text.endswith(stop[:n])), 0)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What some tokens added to a request's text."""
+
+    text: str
+    num_tokens: int  # how many of the tokens count: all of them, or those up to the end of a stop string
+    stop: str | None = None  # the stop string that was hit; nothing comes after it
+
+
+class TextStream:
+    """One request's output: tokens in, text out, ended by a stop string or by `finish`.
+
+    `bytes_of(id)` gives a token's bytes, b"" for one that is not shown. `min_tokens`: stop strings that end among the
+    first so many tokens are not looked for.
+    """
+
+    def __init__(
+        self,
+        bytes_of: Callable[[int], bytes],
+        stops: list[str],
+        include_stop: bool = False,
+        before: bytes = b"",
+        min_tokens: int = 0,
+    ) -> None:
+        self._bytes_of = bytes_of
+        self._utf8 = Utf8Stream(before)
+        self._stops = StopStrings(stops, include_stop)
+        self._tokens = 0
+        self._min_tokens = min_tokens
+
+    def push(self, ids: Iterable[int]) -> Piece:
+        """Raises nothing for any id that `bytes_of` knows."""
+        shown, count = [], 0
+        for token in ids:
+            count += 1
+            self._tokens += 1
+            shown.append(self._show(self._utf8.feed(self._bytes_of(token))))
+            if self._stops.hit is not None:
+                break
+        return Piece("".join(shown), count, self._stops.hit)
+
+    def finish(self) -> Piece:
+        """The rest: a character that was never completed, text that might have begun a stop string."""
+        text = self._show(self._utf8.feed(b"", final=True))
+        return Piece(text + self._stops.finish(), 0, self._stops.hit)
+
+    def _show(self, text: str) -> str:
+        return text if self._tokens < self._min_tokens else self._stops.feed(text)

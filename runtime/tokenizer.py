@@ -1,0 +1,175 @@
+"""A model's tokenizer, from the files of its folder: text to ids, the bytes of each id, and the chat template.
+
+The `tokenizers` library encodes. The way back is ours: every id has its bytes (`bytes_of`), and `runtime.text` turns
+bytes into characters as they come. Templates run in jinja2's sandbox. Knows no torch and no transformers.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from datetime import datetime
+from functools import cached_property, lru_cache
+from pathlib import Path
+from typing import Any, NoReturn
+
+from jinja2 import TemplateError
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from tokenizers import Tokenizer as Encoder
+
+from runtime.text import Utf8Stream
+
+SAMPLING_DEFAULTS = ("temperature", "top_k", "top_p", "min_p")
+
+
+class TokenizerError(ValueError):
+    """Files that cannot be used; one clear line."""
+
+
+class TextError(ValueError):
+    """A caller's text or conversation that cannot be encoded; `param` names the field."""
+
+    def __init__(self, param: str, message: str) -> None:
+        super().__init__(message)
+        self.param = param
+
+
+class Tokenizer:
+    """Reads `tokenizer.json` and, where present, tokenizer_config, generation_config, config and the chat template."""
+
+    def __init__(self, folder: Path, chat_template: str | None = None) -> None:
+        try:
+            self._encoder = Encoder.from_file(str(folder / "tokenizer.json"))
+            spec = json.loads((folder / "tokenizer.json").read_text("utf-8"))
+            settings, generation, config = (
+                _optional_json(folder / f"{name}.json") for name in ("tokenizer_config", "generation_config", "config")
+            )
+        except Exception as error:  # the library raises bare Exception for a broken file
+            raise TokenizerError(f"{folder}: the tokenizer cannot be read: {error}") from None
+        self.vocab_size = self._encoder.get_vocab_size(with_added_tokens=True)
+        self.eos_ids = _eos_ids(generation, config)
+        self.sampling_defaults = {
+            name: generation[name] for name in SAMPLING_DEFAULTS if generation.get(name) is not None
+        }
+        self._special = {entry["id"] for entry in spec.get("added_tokens", ()) if entry["special"]}
+        self._added = {entry["id"]: entry["content"] for entry in spec.get("added_tokens", ())}
+        self._to_bytes = _decoder_of(spec)
+        self._names = {
+            name: _content(settings[name]) for name in ("bos_token", "eos_token", "pad_token") if settings.get(name)
+        }
+        template = folder / "chat_template.jinja"
+        stored = template.read_text("utf-8") if template.exists() else settings.get("chat_template")
+        self._template_source: str | None = chat_template or (stored if isinstance(stored, str) else None)
+        self.bytes_of = lru_cache(maxsize=None)(self._bytes_of)
+        self.shown_bytes_of = lru_cache(maxsize=None)(self._shown_bytes_of)
+
+    def encode(self, text: str, add_special: bool = True) -> list[int]:
+        """Raises `TextError` for text that is not Unicode (a lone surrogate)."""
+        try:
+            text.encode("utf-8")
+        except UnicodeEncodeError as error:
+            raise TextError("prompt", f"the text has a lone surrogate at position {error.start}") from None
+        ids: list[int] = self._encoder.encode(text, add_special_tokens=add_special).ids
+        return ids
+
+    def decode(self, ids: list[int], skip_special: bool = True) -> str:
+        """The text of whole ids, the same as a stream of them shows."""
+        of = self.shown_bytes_of if skip_special else self.bytes_of
+        return Utf8Stream().feed(b"".join(of(token) for token in ids), final=True)
+
+    def chat(self, messages: list[dict[str, Any]], add_generation_prompt: bool = True, **variables: Any) -> list[int]:
+        """A conversation through the model's template. Raises `TextError`, in the template's words if it refuses."""
+        return self.encode(self.render(messages, add_generation_prompt, **variables), add_special=False)
+
+    def render(self, messages: list[dict[str, Any]], add_generation_prompt: bool = True, **variables: Any) -> str:
+        if self._template is None:
+            raise TextError("messages", "the model has no chat template; send a prompt, or start with --chat-template")
+        try:
+            return str(
+                self._template.render(
+                    messages=messages, add_generation_prompt=add_generation_prompt, **(self._names | variables)
+                )
+            )
+        except (TemplateError, TypeError, ValueError, KeyError, AttributeError, RecursionError) as error:
+            raise TextError("messages", f"the chat template refuses: {error}") from None
+
+    @cached_property
+    def _template(self) -> Any:
+        if self._template_source is None:
+            return None
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+        )
+        environment.filters["tojson"] = _to_json
+        environment.globals["raise_exception"] = _refuse
+        environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+        try:
+            return environment.from_string(self._template_source)
+        except TemplateError as error:
+            raise TokenizerError(f"the chat template cannot be read: {error}") from None
+
+    def _bytes_of(self, token: int) -> bytes:
+        """A token's bytes; b"" for an id the vocabulary does not have (a padded head)."""
+        if token in self._added:
+            return str(self._added[token]).encode("utf-8")
+        text: str | None = self._encoder.id_to_token(token)
+        return b"" if text is None else self._to_bytes(text)
+
+    def _shown_bytes_of(self, token: int) -> bytes:
+        return b"" if token in self._special else self._bytes_of(token)
+
+
+def _optional_json(file: Path) -> dict[str, Any]:
+    return dict(json.loads(file.read_text("utf-8"))) if file.exists() else {}
+
+
+def _eos_ids(*sources: dict[str, Any]) -> tuple[int, ...]:
+    for source in sources:
+        found = source.get("eos_token_id")
+        if found is not None:
+            return tuple(found) if isinstance(found, list) else (found,)
+    return ()
+
+
+def _content(token: str | dict[str, Any]) -> str:
+    return token if isinstance(token, str) else str(token["content"])
+
+
+def _to_json(value: Any, indent: int | None = None, **options: Any) -> str:
+    return json.dumps(value, ensure_ascii=False, indent=indent, **options)
+
+
+def _refuse(message: str) -> NoReturn:
+    raise TemplateError(message)
+
+
+def _decoder_of(spec: dict[str, Any]) -> Callable[[str], bytes]:
+    """Token text → bytes, by the kind of decoder that tokenizer.json names."""
+    decoder = spec.get("decoder") or {}
+    kinds = {decoder.get("type"), *(part["type"] for part in decoder.get("decoders", ()))}
+    if "ByteLevel" in kinds:
+        return _byte_level
+    if kinds & {"ByteFallback", "Metaspace"}:
+        return _sentence_piece
+    raise TokenizerError(
+        f"a tokenizer with decoder {decoder.get('type')} is not supported (ByteLevel, ByteFallback are)"
+    )
+
+
+def _byte_level(text: str) -> bytes:
+    table = _byte_table()
+    return b"".join(bytes((table[letter],)) if letter in table else letter.encode("utf-8") for letter in text)
+
+
+def _sentence_piece(text: str) -> bytes:
+    if len(text) == 6 and text.startswith("<0x") and text.endswith(">"):
+        return bytes((int(text[3:5], 16),))
+    return text.replace("▁", " ").encode("utf-8")
+
+
+@lru_cache(maxsize=1)
+def _byte_table() -> dict[str, int]:
+    """GPT-2's printable stand-ins for bytes: the printable ones stand for themselves, the others from U+0100 on."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + n): byte for n, byte in enumerate(others)}
