@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 STAMP := $(VENV)/.installed
 
-.PHONY: help setup test check format bench clean
+.PHONY: help setup demo test check format bench clean
 
 help: ## this list
 	@grep -E '^[a-z]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 10
@@ -14,6 +14,9 @@ $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(VENV)/bin/python -m pip install -q -c constraints.txt -e '.[dev]'
 	@touch $@
+
+demo: $(STAMP) ## answer a question with a real model in separate processes
+	@echo "What is gravity? Answer in two sentences." | $(VENV)/bin/sidestep chat --model smollm2 --temperature 0 --max-tokens 100
 
 test: $(STAMP) ## run the whole suite, offline
 	$(VENV)/bin/python -m pytest -q
@@ -29,7 +32,7 @@ format: $(STAMP) ## rewrite the files in the project's format
 	$(VENV)/bin/ruff format .
 
 bench: $(STAMP) ## what a step costs the scheduler alone
-	$(VENV)/bin/python -m bench.step
+	$(VENV)/bin/python -m proc bench step
 
 clean: ## remove what setup and the tools made
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

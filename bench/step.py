@@ -1,4 +1,4 @@
-"""`python -m bench.step`: what one step costs the scheduler alone (plan, encode, commit), no processes, no device.
+"""`sidestep bench step`: what one step costs the scheduler alone (plan, encode, commit), no processes, no device.
 
 Decode rows only, at each of `--rows`; prints a table and ends in one JSON line per row count. Means over `--steps`, so
 that the steps in which rows take a new page count.
@@ -6,7 +6,6 @@ that the steps in which rows take a new page count.
 
 from __future__ import annotations
 
-import argparse
 import gc
 import json
 import statistics
@@ -62,19 +61,13 @@ def measure(rows: int, steps: int) -> dict[str, float]:
     return dict(zip(COLUMNS, (round(figure, 2) for figure in figures), strict=True))
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m bench.step", description=__doc__)
-    parser.add_argument("--rows", type=int, nargs="+", default=[1, 64, 256, 1024, 4096])
-    parser.add_argument("--steps", type=int, default=200)
-    arguments = parser.parse_args()
+def run(rows: list[int], steps: int, only_json: bool) -> int:
     gc.disable()
-    results = [measure(rows, arguments.steps) for rows in arguments.rows]
-    print(" ".join(f"{name:>11}" for name in COLUMNS))
-    for result in results:
-        print(" ".join(f"{result[name]:>11}" for name in COLUMNS))
+    results = [measure(count, steps) for count in rows]
+    if not only_json:
+        print(" ".join(f"{name:>11}" for name in COLUMNS))
+        for result in results:
+            print(" ".join(f"{result[name]:>11}" for name in COLUMNS))
     for result in results:
         print(json.dumps(result))
-
-
-if __name__ == "__main__":
-    main()
+    return 0

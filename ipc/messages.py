@@ -1,44 +1,276 @@
-"""What travels between a tokenizer and a scheduler. Arrays are little-endian bytes. Knows no socket and no engine."""
+"""Every message, public and internal. Knows no socket and no engine.
+
+Public ones travel between clients and tokenizers as msgpack maps with a `type`; docs/PROTOCOL.md describes them field
+by field. Internal ones are positional, their arrays little-endian bytes.
+"""
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
+
+from ipc.errors import InvalidRequest
+
+PROTOCOL = 1
+MAX_FRAME = 64 << 20  # bytes; a larger one is refused by the socket
 
 U64 = Annotated[int, msgspec.Meta(ge=0)]  # msgpack itself ends at 2**64 - 1
 Priority = Annotated[int, msgspec.Meta(ge=-(2**31), lt=2**31)]
 
 
-class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a caller may ask; names and defaults follow vLLM. `None` means the model's or the server's default."""
+class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """What a caller may ask; names follow vLLM. None: the model's own default (generation_config), else vLLM's."""
 
-    temperature: float = 1.0  # 0 is greedy
-    top_k: int = 0  # 0 and -1 are off
-    top_p: float = 1.0
-    min_p: float = 0.0
-    max_tokens: int = 16
+    temperature: float | None = None  # 1.0; 0 is greedy
+    top_k: int | None = None  # 0 and -1 are off
+    top_p: float | None = None  # 1.0
+    min_p: float | None = None  # 0.0
+    seed: U64 | None = None  # None: drawn by the server and told with the last word
+    max_tokens: int | None = None  # None: until the context is full
     min_tokens: int = 0
+    stop: list[str] = []
     stop_token_ids: list[int] = []
     ignore_eos: bool = False
+    skip_special_tokens: bool = True
+    include_stop_str_in_output: bool = False
+
+    def check(self) -> None:
+        """Raises `InvalidRequest` naming the first field that cannot be honoured (not-a-number included)."""
+        infinity = float("inf")
+        for param, fine, words in (
+            ("temperature", self.temperature is None or 0 <= self.temperature < infinity, "finite and at least 0"),
+            ("top_k", self.top_k is None or self.top_k >= -1, "-1 or 0 (off), or positive"),
+            ("top_p", self.top_p is None or 0 < self.top_p <= 1, "above 0, at most 1"),
+            ("min_p", self.min_p is None or 0 <= self.min_p <= 1, "between 0 and 1"),
+            ("max_tokens", self.max_tokens is None or self.max_tokens >= 1, "at least 1"),
+            ("min_tokens", 0 <= self.min_tokens <= (self.max_tokens or infinity), "between 0 and max_tokens"),
+            ("stop", "" not in self.stop and len(self.stop) <= 64, "at most 64 strings, none of them empty"),
+            ("stop_token_ids", all(0 <= i < 2**31 for i in self.stop_token_ids), "token ids"),
+        ):
+            if not fine:
+                raise InvalidRequest(f"{param} must be {words}", param)
+
+
+# -- public: from the client
+
+
+class Public(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, tag_field="type"):
+    pass
+
+
+class Hello(Public, frozen=True, tag="hello"):
+    """The first message of a client; answered with `Welcome`."""
+
+    version: int = PROTOCOL
+
+
+class Generate(Public, frozen=True, tag="generate"):
+    """Exactly one of `prompt`, `messages`, `prompt_ids`."""
+
+    id: str  # a label, unique among the client's live requests
+    prompt: str | None = None
+    messages: list[dict[str, Any]] | None = None
+    prompt_ids: list[int] | None = None
+    output_ids: list[int] = []  # tokens already received, to resume: the answer goes on after them
+    sampling: SamplingParams = SamplingParams()
+    stream: bool = True
+    model: str | None = None
+    priority: Priority = 0  # lower runs first
+    return_prompt_ids: bool = False
+    add_generation_prompt: bool = True
+    chat_template_kwargs: dict[str, Any] = {}
+
+
+class Abort(Public, frozen=True, tag="abort"):
+    """Ends the client's live request of exactly this id; an unknown id is ignored."""
+
+    id: str
+
+
+class Tokenize(Public, frozen=True, tag="tokenize"):
+    id: str
+    text: str | None = None
+    messages: list[dict[str, Any]] | None = None
+    add_special_tokens: bool = True
+
+
+class Detokenize(Public, frozen=True, tag="detokenize"):
+    id: str
+    ids: list[int]
+    skip_special_tokens: bool = False
+
+
+class Models(Public, frozen=True, tag="models"):
+    id: str
+
+
+class Status(Public, frozen=True, tag="status"):
+    id: str
+
+
+class Ping(Public, frozen=True, tag="ping"):
+    id: str
+
+
+# -- public: to the client
+
+
+class Welcome(Public, frozen=True, tag="welcome"):
+    version: int
+    model: str
+    max_model_len: int
+    addresses: list[str]  # of every tokenizer; a client may spread over them
+
+
+class Chunk(msgspec.Struct, frozen=True, gc=False):
+    """Some more of one answer."""
+
+    id: str
+    offset: int  # output tokens before these
+    text: str
+    ids: list[int]
+
+
+class Chunks(Public, frozen=True, tag="chunks"):
+    """Of any number of the client's requests; none when the server only asks whether the client is there."""
+
+    items: list[Chunk]
+
+
+class Usage(msgspec.Struct, frozen=True):
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+
+
+class Done(Public, frozen=True, tag="done", kw_only=True):
+    """A request's last word. `text` and `ids` are the whole answer where it was not streamed, else empty."""
+
+    id: str
+    finish_reason: str  # stop | length
+    stop_reason: int | str | None = None  # the stop string or stop token id that ended it; None for EOS
+    usage: Usage
+    seed: int
+    times: dict[str, float]  # seconds since the tokenizer had it: first_token, total
+    text: str = ""
+    ids: list[int] = []
+    prompt_ids: list[int] | None = None
+
+
+class Error(Public, frozen=True, tag="error"):
+    """A request's last word when it failed; `id` is None for a message that could not be read."""
+
+    code: str
+    message: str
+    id: str | None = None
+    param: str | None = None
+
+
+class Tokenized(Public, frozen=True, tag="tokenized"):
+    id: str
+    ids: list[int]
+
+
+class Detokenized(Public, frozen=True, tag="detokenized"):
+    id: str
+    text: str
+
+
+class ModelList(Public, frozen=True, tag="model_list"):
+    id: str
+    models: list[str]
+
+
+class StatusReply(Public, frozen=True, tag="status_reply"):
+    id: str
+    status: dict[str, Any]
+
+
+class Pong(Public, frozen=True, tag="pong"):
+    id: str
+
+
+FromClient = Hello | Generate | Abort | Tokenize | Detokenize | Models | Status | Ping
+ToClient = Welcome | Chunks | Done | Error | Tokenized | Detokenized | ModelList | StatusReply | Pong
+_decoder = msgspec.msgpack.Decoder(FromClient)
+_client_decoder = msgspec.msgpack.Decoder(ToClient)
+_encoder = msgspec.msgpack.Encoder()
+_any_decoder = msgspec.msgpack.Decoder()
+
+
+def decode_from_client(frame: bytes) -> FromClient:
+    """Raises `InvalidRequest`, naming the field where one is at fault, for whatever a client may send."""
+    try:
+        return _decoder.decode(frame)
+    except msgspec.ValidationError as error:
+        words = str(error)
+        param = words.rpartition(" - at `$.")[2].rstrip("`") if " - at `$." in words else None
+        if "unknown field `" in words:
+            param = words.split("unknown field `")[1].split("`")[0]
+        raise InvalidRequest(words, param) from None
+    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError, ValueError) as error:
+        raise InvalidRequest(f"the message cannot be read: {error}") from None
+
+
+def label_of(frame: bytes) -> str | None:
+    """The id in a message that was refused, so that the refusal can name it; None where there is none."""
+    try:
+        raw = _any_decoder.decode(frame)
+    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError, ValueError):
+        return None
+    label = raw.get("id") if isinstance(raw, dict) else None
+    return label if isinstance(label, str) else None
+
+
+def decode_to_client(frame: bytes) -> ToClient:
+    """Raises `msgspec.MsgspecError` for a reply of another version."""
+    return _client_decoder.decode(frame)
+
+
+def encode(message: FromClient | ToClient) -> bytes:
+    """Raises `InvalidRequest` for text that is not Unicode (a lone surrogate)."""
+    try:
+        return _encoder.encode(message)
+    except UnicodeEncodeError as error:
+        raise InvalidRequest(f"the text has a lone surrogate at position {error.start}") from None
+    except OverflowError:
+        raise InvalidRequest("a number does not fit 64 bits") from None
+
+
+# -- internal: tokenizer ↔ scheduler
 
 
 class Admit(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """A request for the engine, new or resumed."""
 
-    request: U64  # uint64, unique among the live ones
+    request: U64  # unique among the live ones
     tokenizer: U64  # index of the tokenizer that gets its tokens
     prompt_ids: bytes  # <i4
     output_ids: bytes  # <i4: already generated and delivered
     params: SamplingParams
-    seed: U64  # uint64; the tokenizer draws one where the caller gave none
-    priority: Priority = 0  # lower runs first
+    seed: U64  # the tokenizer draws one where the caller gave none
+    priority: Priority = 0
 
 
 class Cancel(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """Nobody wants the rest: aborted, or ended by a stop string. Unknown ids are ignored."""
 
     request: U64
+
+
+class AskLoad(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """A tokenizer wants the replica's figures for a status."""
+
+    tokenizer: U64
+    ask: U64
+
+
+class Started(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """A request got its slot."""
+
+    request: int
+    cached_tokens: int
 
 
 class TokenBatch(msgspec.Struct, frozen=True, tag=True, array_like=True):
@@ -48,15 +280,36 @@ class TokenBatch(msgspec.Struct, frozen=True, tag=True, array_like=True):
     offsets: bytes  # <i4: index of the token among its request's output; receivers drop what they have
     ids: bytes  # <i4
     finishes: bytes  # u1: 0 goes on, 1 stop, 2 length
+    started: list[Started] = []  # those whose first token this is
 
 
 class Rejected(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """A request's last word when it cannot be admitted."""
 
     request: U64
-    param: str  # the field at fault
+    code: str  # of ipc.errors
     message: str
+    param: str | None = None
 
 
-ToScheduler = Admit | Cancel
-ToTokenizer = TokenBatch | Rejected
+class ReplicaReady(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """A scheduler and its worker are up."""
+
+    scheduler: int
+    max_model_len: int
+    vocab_size: int
+    num_blocks: int
+    block_size: int
+    device: str
+
+
+class Load(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """A replica's figures, answering `AskLoad`."""
+
+    scheduler: int
+    ask: int
+    figures: dict[str, float]
+
+
+ToScheduler = Admit | Cancel | AskLoad
+ToTokenizer = TokenBatch | Rejected | ReplicaReady | Load

@@ -20,19 +20,19 @@ class Sender(Generic[T]):
     """Connects to `address`. Raises `TimeoutError` when the receiver takes nothing for `timeout` seconds."""
 
     def __init__(self, address: str, timeout: float = 60.0) -> None:
-        self._socket = _socket(zmq.PUSH)
-        self._socket.set(zmq.SNDTIMEO, int(timeout * 1000))
-        self._socket.connect(address)
+        self.socket = _socket(zmq.PUSH)
+        self.socket.set(zmq.SNDTIMEO, int(timeout * 1000))
+        self.socket.connect(address)
         self._encoder = msgspec.msgpack.Encoder()
 
     def send(self, message: T) -> None:
         try:
-            self._socket.send(self._encoder.encode(message))
+            self.socket.send(self._encoder.encode(message))
         except zmq.Again:
             raise TimeoutError("the receiving process takes no more messages") from None
 
     def close(self) -> None:
-        self._socket.close()
+        self.socket.close()
 
 
 class Receiver(Generic[T]):
@@ -45,21 +45,21 @@ class Receiver(Generic[T]):
         if address.startswith("ipc://") and os.path.exists(address.removeprefix("ipc://")):
             raise FileExistsError(f"{address} is bound already")
         self.dropped = 0  # frames that did not decode
-        self._socket = _socket(zmq.PULL)
-        self._socket.bind(address)
+        self.socket = _socket(zmq.PULL)
+        self.socket.bind(address)
         self._decoder: msgspec.msgpack.Decoder[T] = msgspec.msgpack.Decoder(kind)
 
     def receive(self, timeout: float) -> T | None:
         """The next message, or None when none has come within `timeout` seconds."""
-        while self._socket.poll(int(timeout * 1000)):
+        while self.socket.poll(int(timeout * 1000)):
             try:
-                return self._decoder.decode(self._socket.recv())
+                return self._decoder.decode(self.socket.recv())
             except (msgspec.MsgspecError, RecursionError):
                 self.dropped += 1
         return None
 
     def close(self) -> None:
-        self._socket.close()
+        self.socket.close()
 
 
 def _socket(kind: int) -> zmq.Socket[bytes]:

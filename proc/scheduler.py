@@ -2,96 +2,157 @@
 
 from __future__ import annotations
 
+import time
+from dataclasses import dataclass
+from typing import Any
+
 import numpy as np
 
-from ipc.messages import Admit, Cancel, Rejected, SamplingParams, TokenBatch, ToScheduler, ToTokenizer
+from ipc.endpoints import address
+from ipc.messages import (
+    Admit,
+    AskLoad,
+    Cancel,
+    Load,
+    Rejected,
+    ReplicaReady,
+    Started,
+    TokenBatch,
+    ToScheduler,
+    ToTokenizer,
+)
 from ipc.sockets import Receiver, Sender
 from ipc.token_table import TokenTable
+from proc.role import Command, Poller, ProcessSpec
+from proc.worker import table_shape
+from runtime.device.base import DeviceInfo
 from runtime.request import AdmissionError, Request
 from runtime.sampling import Sampling
-from runtime.scheduler import Outputs, Scheduler
+from runtime.scheduler import Limits, Outputs, Scheduler
 from runtime.step import StepPlan, StepResult
 
-IDLE_WAIT = 1.0  # seconds blocked without work; a lost wake-up is a delay, not an end
 
+@dataclass
+class DeviceClock:
+    """How the device spent its time, in nanoseconds. *Idle with work*: it computed nothing while requests were here."""
 
-def check(params: SamplingParams, vocab_size: int) -> None:
-    """Raises `AdmissionError` naming the first field that cannot be honoured (not-a-number included)."""
-    for param, fine, words in (
-        ("temperature", 0 <= params.temperature < float("inf"), "a finite number, at least 0"),
-        ("top_k", params.top_k >= -1, "-1 or 0 (off), or positive"),
-        ("top_p", 0 < params.top_p <= 1, "above 0, at most 1"),
-        ("min_p", 0 <= params.min_p <= 1, "between 0 and 1"),
-        ("max_tokens", params.max_tokens >= 1, "at least 1"),
-        ("min_tokens", 0 <= params.min_tokens <= params.max_tokens, "between 0 and max_tokens"),
-        ("stop_token_ids", all(0 <= i < vocab_size for i in params.stop_token_ids), f"ids below {vocab_size}"),
-    ):
-        if not fine:
-            raise AdmissionError(param, f"{param} must be {words}")
+    busy: int = 0
+    idle_with_work: int = 0
+    work_since: int = 0  # when the engine last got work after having none
+    last_ended: int = 0
+
+    def step(self, result: StepResult) -> None:
+        self.busy += result.ended - result.started
+        self.idle_with_work += max(0, result.started - max(self.last_ended, self.work_since))
+        self.last_ended = result.ended
 
 
 class SchedulerLoop:
     """One replica's loop. `turn` never waits for a step that could be planned past."""
 
-    def __init__(
-        self,
-        engine: Scheduler,
-        table: TokenTable,
-        requests: Receiver[ToScheduler],
-        plans: Sender[StepPlan],
-        results: Receiver[StepResult],
-        tokenizers: list[Sender[ToTokenizer]],
-        eos_ids: tuple[int, ...],
-        vocab_size: int,
-    ) -> None:
-        self.engine, self.table, self.eos_ids, self.vocab_size = engine, table, eos_ids, vocab_size
-        self.requests, self.plans, self.results, self.tokenizers = requests, plans, results, tokenizers
+    finished = False
+    engine: Scheduler
 
-    def turn(self, idle_wait: float = IDLE_WAIT) -> None:
-        """Receive, plan, send the plan, receive a result, commit, send tokens."""
-        self.take_requests(wait=idle_wait if self.engine.idle else 0.0)
+    def __init__(self, spec: ProcessSpec, index: int) -> None:
+        self.spec, self.index = spec, index
+        self.clock = DeviceClock()
+        self.steps_ahead = 0  # results that came when the plan of the next step had been sent already
+        self.table = TokenTable(table_shape(spec.settings), spec.tables[index])
+        self.requests: Receiver[ToScheduler] = Receiver(address(spec.run_dir, "scheduler", index, "in"), ToScheduler)
+        self.results: Receiver[DeviceInfo | StepResult] = Receiver(
+            address(spec.run_dir, "scheduler", index, "results"), DeviceInfo | StepResult
+        )
+        self.plans: Sender[StepPlan] = Sender(address(spec.run_dir, "worker", index, "plans"))
+        self.tokenizers: list[Sender[ToTokenizer]] = [
+            Sender(address(spec.run_dir, "tokenizer", n, "in")) for n in range(spec.num_tokenizers)
+        ]
+
+    @property
+    def sockets(self) -> list[Any]:
+        return [self.requests.socket, self.results.socket]
+
+    def start(self) -> dict[str, Any]:
+        """Wait for the worker's word of what there is, and pass it on. Raises `TimeoutError`."""
+        settings = self.spec.settings
+        info = self.results.receive(settings.startup_timeout)
+        if not isinstance(info, DeviceInfo):
+            raise TimeoutError(f"the worker was not ready within {settings.startup_timeout:.0f} s")
+        self.engine = Scheduler(
+            Limits(
+                info.num_blocks,
+                settings.block_size,
+                info.max_model_len,
+                settings.max_num_seqs,
+                settings.max_num_batched_tokens,
+                settings.max_num_queued_reqs,
+                settings.depth,
+                not settings.disable_radix_cache,
+            )
+        )
+        ready = ReplicaReady(
+            self.index, info.max_model_len, info.vocab_size, info.num_blocks, settings.block_size, info.description
+        )
+        for tokenizer in self.tokenizers:
+            tokenizer.send(ready)
+        self.vocab_size = info.vocab_size
+        return {}
+
+    def turn(self, poller: Poller) -> None:
+        """Receive, commit a result, plan ahead and send the plans, deliver tokens; blocked when there is nothing."""
+        poller.wait()
+        self.take_requests()
+        outputs = self.take_result()
         while (plan := self.engine.plan()) is not None:
             self.plans.send(plan)
-        if self.engine.records and (result := self.results.receive(idle_wait)) is not None:
-            ids, _ = self.table.read(result.step, self.engine.records[0].rows)
-            self.deliver(self.engine.commit(result.step, ids[:, 0]))
+        if outputs is not None:
+            self.deliver(outputs)
 
-    def take_requests(self, wait: float) -> None:
-        """Everything that has arrived; blocks up to `wait` seconds for the first."""
-        while (message := self.requests.receive(wait)) is not None:
-            wait = 0.0
+    def take_result(self) -> Outputs | None:
+        result = self.results.receive(0) if self.engine.records else None
+        if not isinstance(result, StepResult):
+            return None
+        self.clock.step(result)
+        self.steps_ahead += len(self.engine.records) > 1
+        ids, _ = self.table.read(result.step, self.engine.records[0].rows)
+        return self.engine.commit(result.step, ids[:, 0])
+
+    def take_requests(self) -> None:
+        """Everything that has arrived."""
+        while (message := self.requests.receive(0)) is not None:
             if isinstance(message, Cancel):
                 self.engine.cancel(message.request)
+            elif isinstance(message, AskLoad):
+                self.tokenizers[message.tokenizer].send(Load(self.index, message.ask, self.figures()))
             else:
                 self.admit(message)
 
     def admit(self, message: Admit) -> None:
+        if self.engine.idle:
+            self.clock.work_since = time.monotonic_ns()
         try:
             self.engine.admit(self.resolve(message))
         except AdmissionError as error:
-            self.tokenizers[message.tokenizer].send(Rejected(message.request, error.param, str(error)))
+            self.tokenizers[message.tokenizer].send(Rejected(message.request, error.code, str(error), error.param))
 
     def resolve(self, message: Admit) -> Request:
-        """The caller's wishes turned into what the engine does. Raises `AdmissionError` naming an impossible one."""
-        params = message.params
-        check(params, self.vocab_size)
-        stop_ids = tuple(params.stop_token_ids) + (() if params.ignore_eos else self.eos_ids)
-        sampling = Sampling(
-            params.temperature,
-            min(max(params.top_k, 0), self.vocab_size),
-            params.top_p,
-            params.min_p,
-            message.seed,
-            min(params.min_tokens, self.engine.limits.max_model_len),
-            stop_ids,
-        )
+        """The caller's wishes turned into what the engine does. Raises `AdmissionError` for ids that cannot be."""
+        params, limits = message.params, self.engine.limits
         prompt, output = (np.frombuffer(ids, "<i4") for ids in (message.prompt_ids, message.output_ids))
-        for param, ids in (("prompt", prompt), ("output_ids", output)):
+        stops = np.array(params.stop_token_ids, np.int64)
+        for param, ids in (("prompt", prompt), ("output_ids", output), ("stop_token_ids", stops)):
             if ((ids < 0) | (ids >= self.vocab_size)).any():
                 raise AdmissionError(param, f"token ids must be between 0 and {self.vocab_size - 1}")
-        return Request(
-            message.request, prompt, sampling, params.max_tokens, output, message.priority, message.tokenizer
+        sampling = Sampling(
+            1.0 if params.temperature is None else params.temperature,
+            min(max(params.top_k or 0, 0), self.vocab_size),
+            1.0 if params.top_p is None else params.top_p,
+            params.min_p or 0.0,
+            message.seed,
+            min(params.min_tokens, limits.max_model_len),
+            tuple(params.stop_token_ids),
         )
+        most = params.max_tokens or limits.max_model_len
+        return Request(message.request, prompt, sampling, most, output, message.priority, message.tokenizer)
 
     def deliver(self, outputs: Outputs) -> None:
         """One message to each tokenizer that has tokens in this step."""
@@ -103,5 +164,34 @@ class SchedulerLoop:
                     outputs.offsets[mine].astype("<i4").tobytes(),
                     outputs.ids[mine].astype("<i4").tobytes(),
                     outputs.finishes[mine].tobytes(),
+                    [Started(request, cached) for request, source, cached in outputs.started if source == index],
                 )
             )
+
+    def figures(self) -> dict[str, float]:
+        """What /status sums over the replicas."""
+        engine, limits = self.engine, self.engine.limits
+        return {
+            "running": engine.num_running,
+            "waiting": engine.num_waiting,
+            "free_slots": len(engine.slots.free),
+            "num_slots": limits.slots - 1,
+            "available_blocks": engine.cache.num_available,
+            "num_blocks": limits.num_blocks - 1,
+            "cached_blocks": len(engine.cache),
+            "preemptions": engine.num_preemptions,
+            "steps": engine.num_steps,
+            "steps_planned_ahead": self.steps_ahead,
+            "device_busy_s": self.clock.busy / 1e9,
+            "device_idle_with_work_s": self.clock.idle_with_work / 1e9,
+        }
+
+    def command(self, command: Command) -> None:
+        """A scheduler has nothing to drain of its own: the tokenizers end first."""
+
+    def close(self) -> None:
+        self.requests.close()
+        self.results.close()
+        self.plans.close()
+        for tokenizer in self.tokenizers:
+            tokenizer.close()

@@ -2,65 +2,65 @@
 
 from __future__ import annotations
 
-import ctypes
-import signal
-import sys
+from typing import Any
 
-import msgspec
-
+from ipc.endpoints import address
 from ipc.sockets import Receiver, Sender
 from ipc.token_table import Shape, TokenTable
-from runtime.batch import SlotTables
-from runtime.device.base import Device
-from runtime.device.sim import SimDevice
-from runtime.scheduler import Limits
+from proc.devices import build, num_slots
+from proc.role import Command, Poller, ProcessSpec
+from proc.settings import Settings
+from runtime.device.base import Device, DeviceInfo
 from runtime.step import StepPlan, StepResult
 
 
-class WorkerSpec(msgspec.Struct, frozen=True):
-    """What a worker process is started with, as JSON in its first argument."""
-
-    limits: Limits
-    table: Shape
-    table_fd: int
-    plans: str  # address the worker binds
-    results: str  # address it connects to
+def table_shape(settings: Settings) -> Shape:
+    """What scheduler and worker of a replica agree on."""
+    return Shape(num_slots(settings), settings.depth + 2, settings.max_num_seqs)
 
 
 class Worker:
     """One device fed from one queue of plans."""
 
-    def __init__(self, device: Device, plans: Receiver[StepPlan], results: Sender[StepResult]) -> None:
-        self.device, self.plans, self.results = device, plans, results
+    finished = False
 
-    def turn(self, timeout: float) -> bool:
-        """Run the next plan; False when none has come within `timeout` seconds."""
-        plan = self.plans.receive(timeout)
-        if plan is None:
-            return False
-        self.device.launch(plan, self.results.send)
-        return True
+    def __init__(self, spec: ProcessSpec, index: int) -> None:
+        self.spec = spec
+        self.table = TokenTable(table_shape(spec.settings), spec.tables[index])
+        self.plans: Receiver[StepPlan] = Receiver(address(spec.run_dir, "worker", index, "plans"), StepPlan)
+        self.results: Sender[DeviceInfo | StepResult] = Sender(address(spec.run_dir, "scheduler", index, "results"))
+        self.device: Device | None = None
 
+    @property
+    def sockets(self) -> list[Any]:
+        return [self.plans.socket]
 
-def simulated(spec: WorkerSpec) -> Worker:
-    """A worker with the simulated device, its sockets open."""
-    limits = spec.limits
-    tables = SlotTables(limits.slots, -(-limits.max_model_len // limits.block_size), limits.block_size)
-    device = SimDevice(tables, TokenTable(spec.table, spec.table_fd), limits.num_blocks)
-    return Worker(device, Receiver(spec.plans, StepPlan), Sender(spec.results))
+    def start(self) -> dict[str, Any]:
+        """Load the model and tell the scheduler what there is to work with."""
+        built = build(self.spec.settings, self.spec.folder, self.table)
+        self.device = built.device
+        self.results.send(built.info)
+        info = built.info
+        return {
+            "device": info.description,
+            "weight_bytes": info.weight_bytes,
+            "kv_bytes": info.kv_bytes,
+            "kv_tokens": (info.num_blocks - 1) * self.spec.settings.block_size,
+            "max_model_len": info.max_model_len,
+        }
 
+    def turn(self, poller: Poller) -> None:
+        """Wait for a plan and run all that are there."""
+        assert self.device is not None
+        poller.wait()
+        while (plan := self.plans.receive(0)) is not None:
+            self.device.launch(plan, self.results.send)
 
-def die_with_parent() -> None:
-    """The kernel kills this process when the thread that started it ends (prctl PR_SET_PDEATHSIG)."""
-    ctypes.CDLL(None, use_errno=True).prctl(1, signal.SIGKILL)
+    def command(self, command: Command) -> None:
+        """A worker has nothing to drain: it ends after its scheduler."""
 
-
-def main() -> None:
-    die_with_parent()
-    worker = simulated(msgspec.json.decode(sys.argv[1], type=WorkerSpec))
-    while True:
-        worker.turn(timeout=1.0)
-
-
-if __name__ == "__main__":
-    main()
+    def close(self) -> None:
+        if self.device is not None:
+            self.device.close()
+        self.plans.close()
+        self.results.close()

@@ -24,11 +24,11 @@ class Finish(IntEnum):
 
 
 class AdmissionError(ValueError):
-    """A request that can never be served; `param` names the field at fault."""
+    """A request that is not taken; `param` names the field at fault and `code` the kind, in the wire's words."""
 
-    def __init__(self, param: str, message: str) -> None:
+    def __init__(self, param: str, message: str, code: str = "invalid_request") -> None:
         super().__init__(message)
-        self.param = param
+        self.param, self.code = param, code
 
 
 @dataclass(frozen=True)

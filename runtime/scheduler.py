@@ -57,6 +57,7 @@ class StepRecord:
     step: int
     rows: I32  # rows that sample
     slots: I32  # the slot of each
+    started: list[tuple[int, int, int]]  # (request, source, cached tokens) admitted by this step
 
 
 @dataclass(frozen=True)
@@ -68,6 +69,7 @@ class Outputs:
     offsets: I32  # index of the token among the request's output
     ids: I32
     finishes: NDArray[np.uint8]  # `Finish`
+    started: list[tuple[int, int, int]]  # (request, source, cached tokens) of those whose first row this was
 
 
 @dataclass
@@ -108,6 +110,10 @@ class Scheduler:
         return len(self._running)
 
     @property
+    def num_steps(self) -> int:
+        return self._next_step
+
+    @property
     def idle(self) -> bool:
         """Nothing to plan, nothing in flight, nothing to give back."""
         return not (self._requests or self.records or self._marked)
@@ -121,12 +127,14 @@ class Scheduler:
             raise AdmissionError("prompt", "the prompt is empty")
         if length >= self.limits.max_model_len:
             longest = self.limits.max_model_len - 1
-            raise AdmissionError("prompt", f"the prompt has {length} tokens, at most {longest} fit the model")
+            raise AdmissionError(
+                "prompt", f"the prompt has {length} tokens, at most {longest} fit the model", "prompt_too_long"
+            )
         if request.max_tokens <= len(request.output_ids):
             raise AdmissionError("max_tokens", "max_tokens leaves nothing to generate")
         queued = self.limits.max_num_queued
         if queued is not None and request.arrival is None and self.num_waiting >= queued:
-            raise AdmissionError("queue", f"the queue is full ({queued} requests wait)")
+            raise AdmissionError("queue", f"the queue is full ({queued} requests wait)", "queue_full")
         self._enqueue(request)
 
     def cancel(self, request_id: int) -> bool:
@@ -296,7 +304,7 @@ class Scheduler:
         self.active = self.active[field.num_tokens[self.active] < field.limit[self.active]]
         order = np.concatenate((slots[decode], chunks))
         rows = np.flatnonzero(np.concatenate((samples[decode], samples[~decode]))).astype(np.int32)
-        self.records.append(StepRecord(step, rows, order[rows]))
+        self.records.append(StepRecord(step, rows, order[rows], [self._started(a) for a in admissions]))
         return StepPlan(
             self.epoch,
             step,
@@ -309,6 +317,10 @@ class Scheduler:
             np.concatenate(growth.pages).astype(ID_DTYPE).tobytes(),
             admissions,
         )
+
+    def _started(self, admission: SlotAdmission) -> tuple[int, int, int]:
+        slot = admission.slot
+        return int(self.slots.request[slot]), int(self.slots.source[slot]), admission.start
 
     # -- results
 
@@ -328,7 +340,7 @@ class Scheduler:
         field.tokens[slots, field.committed[slots]] = ids
         field.committed[slots] += 1
         finishes = self._finishes(slots, ids)
-        outputs = Outputs(field.request[slots], field.source[slots], offsets, ids, finishes)
+        outputs = Outputs(field.request[slots], field.source[slots], offsets, ids, finishes, record.started)
         for slot in slots[finishes != Finish.NONE].tolist():
             self._end(slot)
         self._give_back()

@@ -41,7 +41,7 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True, gc=False):
     admitted: list[SlotAdmission] = []  # applied before `pages`
 
 
-class StepResult(msgspec.Struct, frozen=True, array_like=True, gc=False):
+class StepResult(msgspec.Struct, frozen=True, array_like=True, tag=True, gc=False):
     """A step is done: its ids stand in `TokenTable.ids[step % R]`. Times are CLOCK_MONOTONIC nanoseconds."""
 
     epoch: int

@@ -7,10 +7,11 @@ bytes into characters as they come. Templates run in jinja2's sandbox. Knows no 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import datetime
 from functools import cached_property, lru_cache
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NoReturn
 
 from jinja2 import TemplateError
@@ -48,7 +49,7 @@ class Tokenizer:
             raise TokenizerError(f"{folder}: the tokenizer cannot be read: {error}") from None
         self.vocab_size = self._encoder.get_vocab_size(with_added_tokens=True)
         self.eos_ids = _eos_ids(generation, config)
-        self.sampling_defaults = {
+        self.sampling_defaults: Mapping[str, float] = {
             name: generation[name] for name in SAMPLING_DEFAULTS if generation.get(name) is not None
         }
         self._special = {entry["id"] for entry in spec.get("added_tokens", ()) if entry["special"]}
@@ -173,3 +174,32 @@ def _byte_table() -> dict[str, int]:
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + n): byte for n, byte in enumerate(others)}
+
+
+class ByteTokenizer:
+    """The 256 bytes and one EOS, for the simulated device without a model. The interface of `Tokenizer`."""
+
+    vocab_size = 257
+    eos_ids = (256,)
+    sampling_defaults: Mapping[str, float] = MappingProxyType({})
+
+    def encode(self, text: str, add_special: bool = True) -> list[int]:
+        try:
+            return list(text.encode("utf-8"))
+        except UnicodeEncodeError as error:
+            raise TextError("prompt", f"the text has a lone surrogate at position {error.start}") from None
+
+    def decode(self, ids: list[int], skip_special: bool = True) -> str:
+        return Utf8Stream().feed(b"".join(map(self.bytes_of, ids)), final=True)
+
+    def chat(self, messages: list[dict[str, Any]], add_generation_prompt: bool = True, **variables: Any) -> list[int]:
+        """`role: content` lines. Raises `TextError` for messages that have no text content."""
+        if not all(isinstance(m.get("content"), str) and isinstance(m.get("role"), str) for m in messages):
+            raise TextError("messages", "each message needs a role and a content, both text")
+        lines = [f"{message['role']}: {message['content']}\n" for message in messages]
+        return self.encode("".join([*lines, "assistant:"] if add_generation_prompt else lines))
+
+    def bytes_of(self, token: int) -> bytes:
+        return bytes((token,)) if token < 256 else b""
+
+    shown_bytes_of = bytes_of

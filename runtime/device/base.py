@@ -7,9 +7,9 @@ returns; an asynchronous device queues the step and reports from its completion 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Protocol
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
@@ -28,11 +28,11 @@ class Tokens(Protocol):
         """Write `ids` (int32[S, k], k tokens a row) to the ring for `rows` and the last of each to `next[slots]`."""
 
 
-@dataclass(frozen=True)
-class DeviceInfo:
-    """What a device found out while it loaded."""
+class DeviceInfo(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """What a device found out while it loaded; the worker's first message."""
 
     num_blocks: int  # KV pages, the scratch page 0 included
+    max_model_len: int  # what the model and the pages allow
     vocab_size: int
     weight_bytes: int
     kv_bytes: int
@@ -41,9 +41,6 @@ class DeviceInfo:
 
 class Device(Protocol):
     """One accelerator with its weights and KV pages."""
-
-    def load(self) -> DeviceInfo:
-        """Read the weights, size and allocate the KV. Raises `runtime.config.ConfigError` with one clear line."""
 
     def launch(self, plan: StepPlan, done: Callable[[StepResult], None]) -> None:
         """Run the plan after all launched before it; call `done` once its ids are visible in the TokenTable."""

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from runtime.attention.cpu import CpuAttention
 from runtime.batch import Batch, SlotTables
-from runtime.device.base import DeviceInfo, Tokens
+from runtime.device.base import Tokens
 from runtime.kv_cache import KVCache
 from runtime.model.llama import Llama
 from runtime.sampler import sample
@@ -27,11 +27,6 @@ class CpuDevice:
         self.cache = KVCache(
             config.num_layers, num_blocks, tables.block_size, config.num_kv_heads, config.head_dim, model.head.dtype
         )
-
-    def load(self) -> DeviceInfo:
-        weights = sum(tensor.nbytes for tensor in self.model.weights.values())
-        kv = sum(tensor.nbytes for tensor in (*self.cache.keys, *self.cache.values))
-        return DeviceInfo(self.num_blocks, self.model.config.vocab_size, weights, kv, "cpu, torch")
 
     def launch(self, plan: StepPlan, done: Callable[[StepResult], None]) -> None:
         launched = time.monotonic_ns()

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from runtime.batch import Batch, SlotTables
-from runtime.device.base import DeviceInfo, Tokens
+from runtime.device.base import Tokens
 from runtime.sampling import mix64
 from runtime.step import StepPlan, StepResult
 
@@ -39,9 +39,6 @@ class SimDevice:
         self.tables, self.tokens, self.vocab_size = tables, tokens, vocab_size
         self.num_blocks = num_blocks
         self.cells = np.zeros(num_blocks * tables.block_size, np.uint64)
-
-    def load(self) -> DeviceInfo:
-        return DeviceInfo(self.num_blocks, self.vocab_size, 0, self.cells.nbytes, "simulated device, untimed")
 
     def launch(self, plan: StepPlan, done: Callable[[StepResult], None]) -> None:
         launched = time.monotonic_ns()

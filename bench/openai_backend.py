@@ -1,0 +1,77 @@
+"""Any OpenAI-compatible server as the target of `sidestep bench serving`: /v1/completions, streamed. Needs aiohttp."""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import TYPE_CHECKING, Any
+
+from proc.settings import UsageError
+
+if TYPE_CHECKING:
+    from bench.serving import Backend, Outcome
+
+VOCABULARY = 32_000  # such servers do not tell theirs; random ids below this are in all common ones
+
+
+class OpenAIBackend:
+    name = "openai"
+
+    def __init__(self, base_url: str, model: str | None) -> None:
+        self.url, self.model = base_url.rstrip("/"), model
+
+    async def __aenter__(self) -> Backend:
+        try:
+            import aiohttp
+        except ImportError:
+            raise UsageError("--backend openai needs aiohttp: pip install 'sidestep[bench]'") from None
+        self.session = aiohttp.ClientSession(
+            timeout=aiohttp.ClientTimeout(total=3600), connector=aiohttp.TCPConnector(limit=0)
+        )
+        if self.model is None:
+            async with self.session.get(f"{self.url}/v1/models") as reply:
+                reply.raise_for_status()
+                self.model = (await reply.json())["data"][0]["id"]
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.session.close()
+
+    async def request(self, outcome: Outcome, ignore_eos: bool) -> None:
+        job = outcome.job
+        body: dict[str, Any] = {
+            "model": self.model,
+            "prompt": job.prompt,
+            "max_tokens": job.output_len,
+            "temperature": 0.0,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+        if ignore_eos:
+            body["ignore_eos"] = True
+        outcome.sent = time.perf_counter()
+        async with self.session.post(f"{self.url}/v1/completions", json=body) as reply:
+            if reply.status != 200:
+                raise RuntimeError(f"HTTP {reply.status}: {(await reply.text())[:200]}")
+            async for line in reply.content:
+                if line.startswith(b"data: ") and line.strip() != b"data: [DONE]":
+                    self._event(outcome, json.loads(line[6:]))
+        if not outcome.output_tokens:
+            raise RuntimeError("the stream ended without usage")
+
+    @staticmethod
+    def _event(outcome: Outcome, event: dict[str, Any]) -> None:
+        if "error" in event:
+            raise RuntimeError(str(event["error"]))
+        usage = event.get("usage")
+        if usage:
+            outcome.prompt_tokens, outcome.output_tokens = usage["prompt_tokens"], usage["completion_tokens"]
+        for choice in event["choices"]:
+            outcome.token_times.append(time.perf_counter())
+            outcome.text.append(choice.get("text") or "")
+
+    async def vocabulary(self) -> int:
+        return VOCABULARY
+
+    async def retokenize(self, text: str) -> int | None:
+        return None

@@ -1,0 +1,34 @@
+"""The flags of `sidestep bench serving`, in the field's usual words. Imports nothing heavy."""
+
+from __future__ import annotations
+
+import argparse
+
+
+def add_serving_flags(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add(
+        "--backend", choices=("sidestep", "openai"), default="sidestep", help="our socket, or any OpenAI-compatible URL"
+    )
+    add("--address", help="of the server (sidestep; default: the one running)")
+    add("--base-url", default="http://127.0.0.1:8000", help="of the server (openai)")
+    add("--model", help="its name (openai; default: the first it lists)")
+    add("--num-prompts", "--num-prompt", type=int, default=100, help="requests")
+    add("--request-rate", type=float, default=float("inf"), help="requests per second; inf sends all at once")
+    add("--burstiness", type=float, default=1.0, help="1 is Poisson; below it burstier, above it more even (gamma)")
+    add("--max-concurrency", type=int, help="requests under way at once")
+    add("--seed", type=int, default=0, help="of lengths, prompts and arrivals")
+    add("--dataset-name", choices=("random", "sharegpt", "custom"), default="random")
+    add("--dataset-path", help="sharegpt: its JSON; custom: JSONL with prompt and output_len")
+    add("--random-input-len", type=int, default=128, help="tokens")
+    add("--random-output-len", type=int, default=64, help="tokens")
+    add(
+        "--random-range-ratio",
+        type=float,
+        default=0.0,
+        help="lengths are uniform in len * (1 - r) .. len * (1 + r), as in vLLM (SGLang's r is a lower bound)",
+    )
+    add("--disable-ignore-eos", action="store_true", help="let answers end by themselves")
+    add("--warmup-requests", type=int, default=1, help="sent and finished before the clock starts")
+    add("--output-file", help="append the JSON line to this file")
+    add("--disable-tqdm", action="store_true", help="no progress bar")

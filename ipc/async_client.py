@@ -1,0 +1,229 @@
+"""The client for asyncio code: the twin of `ipc.client.Client`, over the same exchange."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable
+from typing import Any, TypeVar
+
+import zmq
+import zmq.asyncio
+
+from ipc.client import find_address
+from ipc.errors import CannotConnect, InternalError, TimedOut
+from ipc.exchange import SILENCE, Completion, Exchange, Pending, completion, generate_message
+from ipc.messages import (
+    MAX_FRAME,
+    Chunk,
+    Detokenize,
+    Detokenized,
+    Done,
+    FromClient,
+    ModelList,
+    Models,
+    Status,
+    StatusReply,
+    Tokenize,
+    Tokenized,
+)
+
+R = TypeVar("R")
+
+
+class AsyncLine:
+    """One connection, to one tokenizer, with a task that takes what comes and wakes those who wait."""
+
+    def __init__(self, address: str) -> None:
+        self.socket: zmq.asyncio.Socket = zmq.asyncio.Context.instance().socket(zmq.DEALER)
+        self.socket.set(zmq.LINGER, 500)
+        self.socket.set(zmq.RCVHWM, 100_000)
+        self.socket.set(zmq.MAXMSGSIZE, MAX_FRAME)
+        self.socket.connect(address)
+        self.address = address
+        self.exchange = Exchange(time.monotonic())
+        self.news = asyncio.Condition()
+        self.task = asyncio.create_task(self._listen())
+
+    async def _listen(self) -> None:
+        await self.socket.send(self.exchange.hello())
+        while True:
+            if await self.socket.poll(int(SILENCE * 500)):
+                self.exchange.feed(await self.socket.recv(), time.monotonic())
+            ping = self.exchange.tick(time.monotonic())
+            if ping is not None:
+                await self.socket.send(ping)
+            async with self.news:
+                self.news.notify_all()
+
+    async def until(self, done: Callable[[], Any], timeout: float, late: Exception) -> None:
+        async def wait() -> None:
+            async with self.news:
+                await self.news.wait_for(lambda: done() or self.task.done())
+
+        try:
+            await asyncio.wait_for(wait(), timeout)
+        except asyncio.TimeoutError:
+            raise late from None
+        if not done():
+            raise CannotConnect("the client is closed")
+
+    async def close(self) -> None:
+        self.task.cancel()
+        await asyncio.gather(self.task, return_exceptions=True)
+        async with self.news:
+            self.news.notify_all()
+        self.socket.close()
+
+
+class AsyncClient:
+    """`async with AsyncClient() as client:`; arguments as for `Client`."""
+
+    def __init__(self, address: str | None = None, timeout: float = 600.0, connect_timeout: float = 5.0) -> None:
+        self.timeout, self._address, self._connect_timeout = timeout, address, connect_timeout
+        self._lines: list[AsyncLine] = []
+        self._next = 0
+
+    async def __aenter__(self) -> AsyncClient:
+        await self.connect()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def connect(self) -> None:
+        first = AsyncLine(self._address or find_address())
+        self._lines = [first]
+        try:
+            late = CannotConnect("the server does not answer")
+            await first.until(lambda: first.exchange.welcome, self._connect_timeout, late)
+        except CannotConnect:
+            await self.close()
+            raise
+        welcome = first.exchange.welcome
+        assert welcome is not None
+        self.model, self.max_model_len = welcome.model, welcome.max_model_len
+        self._lines += [AsyncLine(other) for other in welcome.addresses if other != first.address]
+
+    async def close(self) -> None:
+        lines, self._lines = self._lines, []
+        for line in lines:
+            await line.close()
+
+    async def generate(
+        self, prompt: str | list[int] | None = None, *, timeout: float | None = None, **wishes: Any
+    ) -> Completion:
+        """The whole answer to a text or to token ids."""
+        return await self._whole(prompt, None, timeout, wishes)
+
+    async def chat(self, messages: list[dict[str, Any]], *, timeout: float | None = None, **wishes: Any) -> Completion:
+        """The whole answer to a conversation."""
+        return await self._whole(None, messages, timeout, wishes)
+
+    async def stream(
+        self,
+        prompt: str | list[int] | None = None,
+        *,
+        messages: list[dict[str, Any]] | None = None,
+        timeout: float | None = None,
+        **wishes: Any,
+    ) -> AsyncStream:
+        """The answer as it comes; leaving the stream early aborts it."""
+        line = self._line()
+        message = generate_message(line.exchange.label(), True, prompt, messages, wishes)
+        return AsyncStream(line, await self._send(line, message), timeout or self.timeout)
+
+    async def tokenize(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        return (await self._ask(lambda label: Tokenize(label, text, None, add_special_tokens), Tokenized)).ids
+
+    async def detokenize(self, ids: list[int], skip_special_tokens: bool = False) -> str:
+        return (await self._ask(lambda label: Detokenize(label, ids, skip_special_tokens), Detokenized)).text
+
+    async def models(self) -> list[str]:
+        return (await self._ask(Models, ModelList)).models
+
+    async def status(self) -> dict[str, Any]:
+        """Figures of the schedulers, summed over the replicas."""
+        return (await self._ask(Status, StatusReply)).status
+
+    async def _whole(
+        self,
+        prompt: str | list[int] | None,
+        messages: list[dict[str, Any]] | None,
+        timeout: float | None,
+        wishes: dict[str, Any],
+    ) -> Completion:
+        line = self._line()
+        message = generate_message(line.exchange.label(), False, prompt, messages, wishes)
+        return completion(await self._answer(line, await self._send(line, message), Done, timeout or self.timeout))
+
+    async def _ask(self, make: Callable[[str], FromClient], kind: type[R]) -> R:
+        line = self._line()
+        return await self._answer(line, await self._send(line, make(line.exchange.label())), kind, self.timeout)
+
+    async def _answer(self, line: AsyncLine, pending: Pending, kind: type[R], timeout: float) -> R:
+        try:
+            await line.until(lambda: pending.over, timeout, TimedOut(f"no answer within {timeout:.0f} s"))
+        except (TimedOut, asyncio.CancelledError):
+            await abort(line, pending)
+            raise
+        if pending.error is not None:
+            raise pending.error
+        reply = pending.events.popleft()
+        if not isinstance(reply, kind):
+            raise InternalError(f"a {type(reply).__name__} came where a {kind.__name__} was due")
+        return reply
+
+    def _line(self) -> AsyncLine:
+        if not self._lines:
+            raise CannotConnect("the client is not connected")
+        self._next += 1
+        return self._lines[self._next % len(self._lines)]
+
+    async def _send(self, line: AsyncLine, message: FromClient) -> Pending:
+        pending, frame = line.exchange.begin(message)
+        await line.socket.send(frame)
+        return pending
+
+
+async def abort(line: AsyncLine, pending: Pending) -> None:
+    frame = line.exchange.abort(pending)
+    if frame is not None and not line.socket.closed:
+        await line.socket.send(frame)
+
+
+class AsyncStream:
+    """`async for chunk in stream`; `result` is the whole once it is over."""
+
+    def __init__(self, line: AsyncLine, pending: Pending, timeout: float) -> None:
+        self._line, self._pending, self._timeout = line, pending, timeout
+        self._text: list[str] = []
+        self._ids: list[int] = []
+        self.result: Completion | None = None
+
+    async def __aenter__(self) -> AsyncStream:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def __aiter__(self) -> AsyncIterator[Chunk]:
+        pending = self._pending
+        late = TimedOut(f"no token within {self._timeout:.0f} s")
+        while self.result is None:
+            await self._line.until(lambda: pending.events or pending.over, self._timeout, late)
+            if not pending.events:
+                if pending.error is not None:
+                    raise pending.error
+                return
+            event = pending.events.popleft()
+            if isinstance(event, Done):
+                self.result = completion(event, "".join(self._text), self._ids)
+            else:
+                self._text.append(event.text)
+                self._ids += event.ids
+                yield event
+
+    async def close(self) -> None:
+        """Abort what has not come yet."""
+        await abort(self._line, self._pending)

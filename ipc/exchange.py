@@ -1,0 +1,207 @@
+"""The client without I/O: which messages to send, and what the replies mean. Both clients are thin shells around it.
+
+A request's events wait in its own queue until it is read, so streams may be read in any order. Chunks carry the offset
+of their first token: what was seen already is dropped, a gap is an error.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from ipc.errors import InternalError, InvalidRequest, ProcessDied, SidestepError, from_wire
+from ipc.messages import (
+    Abort,
+    Chunk,
+    Chunks,
+    Done,
+    Error,
+    FromClient,
+    Generate,
+    Hello,
+    Ping,
+    SamplingParams,
+    ToClient,
+    Usage,
+    Welcome,
+    decode_to_client,
+    encode,
+)
+
+SILENCE = 2.0  # seconds without a word before the server is asked whether it is there
+DEAD = 12.0  # seconds without a word, having asked, after which it is given up
+GENERATE_FIELDS = {
+    "output_ids",
+    "model",
+    "priority",
+    "return_prompt_ids",
+    "add_generation_prompt",
+    "chat_template_kwargs",
+}
+
+
+@dataclass(frozen=True)
+class Completion:
+    """A whole answer."""
+
+    text: str
+    token_ids: list[int]
+    finish_reason: str  # stop | length
+    stop_reason: int | str | None
+    usage: Usage
+    seed: int
+    times: dict[str, float]
+    prompt_token_ids: list[int] | None = None
+
+
+@dataclass
+class Pending:
+    """One request under way: what has arrived and has not been read."""
+
+    label: str
+    events: deque[Chunk | Any] = field(default_factory=deque)
+    error: SidestepError | None = None
+    received: int = 0  # output tokens
+    over: bool = False
+
+
+class Exchange:
+    """The talk with one tokenizer. `now` is any clock in seconds."""
+
+    def __init__(self, now: float) -> None:
+        self.welcome: Welcome | None = None
+        self.pending: dict[str, Pending] = {}
+        self.heard = now
+        self.asked = now
+        self._numbers = itertools.count()
+
+    def hello(self) -> bytes:
+        return encode(Hello())
+
+    def label(self) -> str:
+        return f"r{next(self._numbers)}"
+
+    def begin(self, message: FromClient) -> tuple[Pending, bytes]:
+        """Register a message that has an `id` and is answered; returns where its answer will be, and the frame."""
+        label: str = message.id  # type: ignore[union-attr]
+        if label in self.pending:
+            raise InvalidRequest(f"a request {label!r} is under way already", "id")
+        frame = encode(message)
+        pending = Pending(label)
+        if isinstance(message, Generate):
+            pending.received = len(message.output_ids)
+        self.pending[label] = pending
+        return pending, frame
+
+    def abort(self, pending: Pending) -> bytes | None:
+        """The frame that ends a request nobody wants any more; None when it is over already."""
+        if pending.over:
+            return None
+        self.forget(pending)
+        return encode(Abort(pending.label))
+
+    def forget(self, pending: Pending) -> None:
+        pending.over = True
+        self.pending.pop(pending.label, None)
+
+    def feed(self, frame: bytes, now: float) -> None:
+        """Take a reply. Replies nobody waits for are dropped; one that cannot be read fails what is under way."""
+        self.heard = now
+        try:
+            message = decode_to_client(frame)
+        except msgspec.MsgspecError as error:
+            self.fail(InternalError(f"a reply cannot be read: {error}"))
+            return
+        if isinstance(message, Welcome):
+            self.welcome = message
+        elif isinstance(message, Chunks):
+            for chunk in message.items:
+                self._chunk(chunk)
+        elif isinstance(message, Error):
+            self._error(message)
+        else:
+            self._last(message)
+
+    def tick(self, now: float) -> bytes | None:
+        """What to send when nothing has come for a while. Fails what is under way when that lasts too long."""
+        if now - self.heard > DEAD and self.pending:
+            self.fail(ProcessDied(f"no word from the server for {now - self.heard:.0f} s"))
+        if self.pending and now - max(self.heard, self.asked) > SILENCE:
+            self.asked = now
+            return encode(Ping("ping"))
+        return None
+
+    def fail(self, error: SidestepError) -> None:
+        for pending in list(self.pending.values()):
+            pending.error = error
+            self.forget(pending)
+
+    def _chunk(self, chunk: Chunk) -> None:
+        pending = self.pending.get(chunk.id)
+        if pending is None or (chunk.offset + len(chunk.ids) <= pending.received and chunk.ids):
+            return
+        if chunk.offset > pending.received:
+            pending.error = InternalError(f"tokens {pending.received} to {chunk.offset - 1} were lost")
+            self.forget(pending)
+            return
+        pending.received = chunk.offset + len(chunk.ids)
+        pending.events.append(chunk)
+
+    def _error(self, message: Error) -> None:
+        error = from_wire(message.code, message.message, message.param)
+        if message.id is None:
+            self.fail(error)
+        elif message.id in self.pending:
+            self.pending[message.id].error = error
+            self.forget(self.pending[message.id])
+
+    def _last(self, message: ToClient) -> None:
+        pending = self.pending.get(message.id)  # type: ignore[union-attr, arg-type]
+        if pending is not None:
+            pending.events.append(message)
+            self.forget(pending)
+
+
+def completion(done: Done, text: str | None = None, ids: list[int] | None = None) -> Completion:
+    """The whole answer of a last word; with `text` and `ids` where it was streamed."""
+    return Completion(
+        done.text if text is None else text,
+        done.ids if ids is None else ids,
+        done.finish_reason,
+        done.stop_reason,
+        done.usage,
+        done.seed,
+        done.times,
+        done.prompt_ids,
+    )
+
+
+def generate_message(
+    label: str,
+    stream: bool,
+    prompt: str | list[int] | None,
+    messages: list[dict[str, Any]] | None,
+    wishes: dict[str, Any],
+) -> Generate:
+    """A `Generate` from keyword arguments: sampling fields and request fields together.
+
+    Raises `InvalidRequest` that names an unknown field or one of the wrong type.
+    """
+    fields = {name: wishes.pop(name) for name in list(wishes) if name in GENERATE_FIELDS}
+    if isinstance(wishes.get("stop"), str):
+        wishes["stop"] = [wishes["stop"]]
+    sampling = wishes.pop("sampling_params", None)
+    if sampling is not None and wishes:
+        raise InvalidRequest(f"{min(wishes)} beside sampling_params: give one or the other", min(wishes))
+    try:
+        sampling = sampling or msgspec.convert(wishes, SamplingParams)
+    except msgspec.ValidationError as error:
+        name = next((name for name in wishes if f"`{name}`" in str(error) or f"$.{name}" in str(error)), None)
+        raise InvalidRequest(str(error), name) from None
+    sampling.check()
+    text, ids = (prompt, None) if isinstance(prompt, str) else (None, prompt)
+    return Generate(label, text, messages, ids, sampling=sampling, stream=stream, **fields)

@@ -1,0 +1,231 @@
+"""The command `sidestep`: serve, chat, generate, bench. Imports nothing heavy before it must."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from proc.settings import Parser, Settings, UsageError, add_flags, from_arguments, non_defaults
+
+if TYPE_CHECKING:
+    from ipc.client import Client, Stream
+    from proc.supervisor import Supervisor
+
+SAMPLING = (
+    ("--temperature", float, "0 is greedy"),
+    ("--top-k", int, "candidates by rank; 0 is off"),
+    ("--top-p", float, "candidates by cumulated probability"),
+    ("--min-p", float, "candidates by share of the best one's probability"),
+    ("--max-tokens", int, "tokens of the answer"),
+    ("--request-seed", int, "of this request's random numbers"),
+)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    given = parser().parse_args(arguments)
+    try:
+        return int(given.run(given) or 0)
+    except UsageError as error:
+        print(f"sidestep: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # nobody reads; nothing more to say
+        return 0
+    except Exception as error:
+        return _failed(error)
+
+
+def parser() -> Parser:
+    top = Parser(prog="sidestep", description="Serves large language models from separate processes.")
+    commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND", parser_class=Parser)
+    served = commands.add_parser("serve", help="start a server and keep it running")
+    add_flags(served)
+    served.set_defaults(run=serve)
+    for name, words, run in (
+        ("generate", "answer one prompt with a server of its own", generate),
+        ("chat", "talk with a model; uses a running server when no model is named", chat),
+    ):
+        command = commands.add_parser(name, help=words)
+        add_flags(command)
+        command.add_argument("--address", help="of a running server to use")
+        for option, kind, help_text in SAMPLING:
+            command.add_argument(option, type=kind, help=help_text)
+        command.set_defaults(run=run)
+        if name == "generate":
+            command.add_argument("--prompt", required=True, help="the text to continue")
+    _add_bench(commands)
+    return top
+
+
+def _add_bench(commands: Any) -> None:
+    bench = commands.add_parser("bench", help="measure: bench serving, bench step")
+    kinds = bench.add_subparsers(dest="bench", required=True, metavar="KIND", parser_class=Parser)
+    serving = kinds.add_parser("serving", help="requests against a running server")
+    from bench.options import add_serving_flags
+
+    add_serving_flags(serving)
+    serving.set_defaults(run=_bench_serving)
+    step = kinds.add_parser("step", help="what one step costs the scheduler alone")
+    step.add_argument("--rows", type=int, nargs="+", default=[1, 64, 256, 1024, 4096])
+    step.add_argument("--steps", type=int, default=200)
+    step.add_argument("--json", action="store_true", help="only the JSON lines")
+    step.set_defaults(run=_bench_step)
+
+
+def _bench_serving(given: argparse.Namespace) -> int:
+    from bench.serving import main as serving
+
+    return serving(given)
+
+
+def _bench_step(given: argparse.Namespace) -> int:
+    from bench.step import run as step
+
+    return step(given.rows, given.steps, given.json)
+
+
+def serve(given: argparse.Namespace) -> int:
+    """Start, say so, and keep running until a signal or a death."""
+    from proc.supervisor import Supervisor
+
+    settings = from_arguments(given)
+    stop: list[int] = []
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda received, _: _on_signal(received, stop))
+    server = Supervisor(settings, say)
+    say(f"settings: {non_defaults(settings)}")
+    began = time.monotonic()
+    server.start()
+    _describe(server, settings, time.monotonic() - began)
+    print(f"sidestep is ready: zmq {' '.join(server.addresses)}", flush=True)
+    signal.signal(signal.SIGINT, lambda received, _: stop.append(received))
+    signal.signal(signal.SIGTERM, lambda received, _: stop.append(received))
+    reason = None
+    while not stop and reason is None:
+        reason = server.watch(0.5)
+    if reason is not None:
+        trace = next((p.failed.trace for p in server.processes if p.failed), "")
+        server.fail(reason)
+        print(f"{trace}sidestep: {reason}", file=sys.stderr)
+        return 1
+    say("shutting down")
+    server.stop(settings.shutdown_timeout)
+    return 0
+
+
+def _on_signal(received: int, stop: list[int]) -> None:
+    """Before the server is ready: give up the start, which cleans up after itself."""
+    stop.append(received)
+    raise KeyboardInterrupt
+
+
+def _describe(server: Supervisor, settings: Settings, seconds: float) -> None:
+    info = server.worker_info()
+    mib = {name: f"{info[name] / 2**20:.0f} MiB" for name in ("weight_bytes", "kv_bytes")}
+    say(f"started in {seconds:.1f} s; weights {mib['weight_bytes']}, KV {mib['kv_bytes']}")
+    tokens, longest = info["kv_tokens"], info["max_model_len"]
+    say(f"KV cache: {tokens} tokens; maximum concurrency for {longest} tokens: {tokens / longest:.1f}x")
+    say(f"{'role':<14}{'pid':<9}{'cores':<9}device or address")
+    for role, pid, cores, where in server.table():
+        say(f"{role:<14}{pid:<9}{cores:<9}{where}")
+
+
+def generate(given: argparse.Namespace) -> int:
+    """Print the answer as it comes, and its figures to stderr."""
+    return _with_client(given, lambda client: _show(client.stream(given.prompt, **_wishes(given))))
+
+
+def chat(given: argparse.Namespace) -> int:
+    """A conversation: a line is a message, an empty one or Ctrl-D the end."""
+    return _with_client(given, lambda client: _converse(client, _wishes(given)))
+
+
+def _converse(client: Client, wishes: dict[str, Any]) -> None:
+    messages: list[dict[str, Any]] = []
+    while True:
+        try:
+            line = input("> " if sys.stdin.isatty() else "").strip()
+        except EOFError:
+            return
+        if not line:
+            return
+        messages.append({"role": "user", "content": line})
+        answer = _show(client.stream(messages=messages, **wishes))
+        messages.append({"role": "assistant", "content": answer})
+
+
+def _show(stream: Stream) -> str:
+    """Print a stream; its figures go to stderr."""
+    began = time.monotonic()
+    first = 0.0
+    with stream:
+        for chunk in stream:
+            first = first or time.monotonic() - began
+            print(chunk.text, end="", flush=True)
+        print()
+        done = stream.result
+        assert done is not None
+    count, seconds = done.usage.completion_tokens, time.monotonic() - began
+    rate = (count - 1) / max(seconds - first, 1e-9)
+    say(f"[{count} tokens, {done.finish_reason}; TTFT {first * 1000:.0f} ms, then {rate:.1f} tokens/s]")
+    return done.text
+
+
+def _with_client(given: argparse.Namespace, use: Callable[[Client], object]) -> int:
+    """The server that was named or, for lack of one, a server of our own for this one use."""
+    from ipc.client import Client
+    from ipc.endpoints import discover
+
+    settings = from_arguments(given)
+    named = "model" in vars(given) or given.model_positional or settings != Settings()
+    if given.address or (given.command == "chat" and not named and discover()):
+        with Client(given.address) as client:
+            use(client)
+        return 0
+    from proc.supervisor import Supervisor
+
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    with Supervisor(settings, say) as server, Client(server.addresses[0]) as client:
+        use(client)
+        status = client.status()
+        busy, idle = status["device_busy_s"], status["device_idle_with_work_s"]
+        say(f"[device idle while there was work: {100 * idle / max(busy + idle, 1e-9):.2f} %]")
+    return 0
+
+
+def _wishes(given: argparse.Namespace) -> dict[str, Any]:
+    names = {option.removeprefix("--").replace("-", "_") for option, _, _ in SAMPLING}
+    found = {name: getattr(given, name) for name in names if getattr(given, name) is not None}
+    if "request_seed" in found:
+        found["seed"] = found.pop("request_seed")
+    return found
+
+
+def say(line: str) -> None:
+    """One line for people, beside what the command answers."""
+    print(line, file=sys.stderr, flush=True)
+
+
+def _failed(error: Exception) -> int:
+    """The first root cause, last: its traceback where it is ours, one line where it is the caller's."""
+    from ipc.errors import SidestepError
+    from proc.supervisor import StartError
+
+    if isinstance(error, StartError):
+        print(f"{error.trace}sidestep: {error}", file=sys.stderr)
+        return 2
+    if isinstance(error, SidestepError):
+        print(f"sidestep: {error}", file=sys.stderr)
+        return 1
+    raise error
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,116 @@
+"""A process of the server: `python -m proc.child SPEC` runs the roles it is given, each in a thread of its own.
+
+The main thread listens to the supervisor: commands go to every role, and when the supervisor is gone, so is this
+process at once.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import socket
+import sys
+import threading
+import traceback
+from typing import Any
+
+import msgspec
+
+from proc.role import Command, Control, ProcessSpec, run
+from proc.settings import UsageError
+from proc.topology import Role
+
+PR_SET_PDEATHSIG = 1
+
+
+class Word(msgspec.Struct, frozen=True):
+    """From a role to the supervisor: `ready` with what it knows, `ended`, or `failed` with the reason."""
+
+    kind: str
+    role: str
+    info: dict[str, Any] = {}
+    message: str = ""  # the last line of what went wrong
+    trace: str = ""  # the traceback; empty where the message says it all (a user's mistake)
+
+
+class Child:
+    def __init__(self, spec: ProcessSpec) -> None:
+        self.spec = spec
+        self.supervisor = socket.socket(fileno=spec.control)
+        self.controls = [Control() for _ in spec.roles]
+        self._lock = threading.Lock()
+
+    def main(self) -> None:
+        threads = [
+            threading.Thread(target=self.serve, args=(role, control), name=str(role))
+            for role, control in zip(self.spec.roles, self.controls, strict=True)
+        ]
+        for thread in threads:
+            thread.daemon = True
+            thread.start()
+        for line in self.supervisor.makefile("rb"):
+            command = msgspec.json.decode(line, type=Command)
+            for control in self.controls:
+                control.send(command)
+            if command.kind == "stop":
+                for thread in threads:
+                    thread.join()
+                return
+        os._exit(1)  # the supervisor is gone
+
+    def serve(self, role: Role, control: Control) -> None:
+        """One role from its start to its end; what goes wrong is told and ends this process."""
+        try:
+            loop = _loop(role, self.spec)
+            self.tell(Word("ready", str(role), loop.start()))
+            run(loop, control, loop.sockets)
+            loop.close()
+            self.tell(Word("ended", str(role)))
+        except Exception as error:
+            mistake = isinstance(error, (UsageError, ValueError, OSError)) and _is_clear(error)
+            trace = "" if mistake else traceback.format_exc()
+            self.tell(Word("failed", str(role), message=str(error) or repr(error), trace=trace))
+            os._exit(1)
+
+    def tell(self, word: Word) -> None:
+        with self._lock:
+            self.supervisor.sendall(msgspec.json.encode(word) + b"\n")
+
+
+def _is_clear(error: Exception) -> bool:
+    """An error made for a user's eyes: its text says what to change."""
+    names = {kind.__name__ for kind in type(error).__mro__}
+    return bool(names & {"UsageError", "ConfigError", "TokenizerError"})
+
+
+def _loop(role: Role, spec: ProcessSpec) -> Any:
+    """The role's loop; each imports only what it needs."""
+    if role.name == "tokenizer":
+        from proc.tokenizer import TokenizerLoop
+
+        return TokenizerLoop(spec, role.index)
+    if role.name == "scheduler":
+        from proc.scheduler import SchedulerLoop
+
+        return SchedulerLoop(spec, role.index)
+    from proc.worker import Worker
+
+    return Worker(spec, role.index)
+
+
+def main() -> None:
+    spec = msgspec.json.decode(sys.argv[1], type=ProcessSpec)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the supervisor's business
+    if spec.parent:
+        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != spec.parent:
+            os._exit(1)
+    cores = [core for role in spec.roles for core in spec.cores.get(role.name, [])]
+    if cores:
+        os.sched_setaffinity(0, cores)
+    Child(spec).main()
+
+
+if __name__ == "__main__":
+    main()

