@@ -2,26 +2,42 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
 Tensor = torch.Tensor
 
 
 class KVCache:
-    """keys[layer], values[layer]: [num_blocks * block_size, kv_heads, head_dim]; cell = page * block_size + offset."""
+    """keys[layer], values[layer]: [num_blocks, block_size, kv_heads, head_dim]; cell = page * block_size + offset."""
 
     def __init__(
         self, layers: int, num_blocks: int, block_size: int, kv_heads: int, head_dim: int, dtype: torch.dtype
     ) -> None:
         self.block_size = block_size
-        shape = (num_blocks * block_size, kv_heads, head_dim)
-        self.keys = [torch.empty(shape, dtype=dtype) for _ in range(layers)]
-        self.values = [torch.empty(shape, dtype=dtype) for _ in range(layers)]
+        shape = (num_blocks, block_size, kv_heads, head_dim)
+        self.keys = [_lazy_zeros(shape, dtype) for _ in range(layers)]
+        self.values = [_lazy_zeros(shape, dtype) for _ in range(layers)]
 
     def write(self, layer: int, cells: Tensor, keys: Tensor, values: Tensor) -> None:
         """Put keys and values, [T, kv_heads, head_dim], into `cells`, int64[T]."""
-        self.keys[layer][cells] = keys
-        self.values[layer][cells] = values
+        self.keys[layer].flatten(0, 1)[cells] = keys
+        self.values[layer].flatten(0, 1)[cells] = values
+
+    def gather(self, layer: int, pages: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values of int64[R, P] pages, each [R, kv_heads, P * block_size, head_dim]."""
+        rows = len(pages)
+        keys, values = (
+            cache[layer].index_select(0, pages.flatten()).view(rows, -1, *cache[layer].shape[2:]).transpose(1, 2)
+            for cache in (self.keys, self.values)
+        )
+        return keys, values
+
+
+def _lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Zeros that take no memory until written, unlike torch's. Padding must be finite: 0 times NaN is NaN."""
+    count = int(np.prod(shape)) * dtype.itemsize
+    return torch.from_numpy(np.zeros(count, np.uint8)).view(dtype).view(shape)
 
 
 def bytes_per_block(layers: int, block_size: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
