@@ -3,10 +3,10 @@ PYTHON ?= python3
 VENV := .venv
 STAMP := $(VENV)/.installed
 
-.PHONY: help setup demo test check format bench clean
+.PHONY: help setup demo model test check format bench gpu-check clean
 
 help: ## this list
-	@grep -E '^[a-z]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 10
+	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 12
 
 setup: $(STAMP) ## make .venv with pinned dependencies
 
@@ -18,7 +18,10 @@ $(STAMP): pyproject.toml constraints.txt
 demo: $(STAMP) ## answer a question with a real model in separate processes
 	@echo "What is gravity? Answer in two sentences." | $(VENV)/bin/sidestep chat --model smollm2 --temperature 0 --max-tokens 100
 
-test: $(STAMP) ## run the whole suite, offline
+model: $(STAMP) ## fetch the default model into the cache, once
+	@$(VENV)/bin/python -m proc.models
+
+test: $(STAMP) model ## run the whole suite, offline
 	$(VENV)/bin/python -m pytest -q
 
 check: $(STAMP) ## lint, format and types; reads only
@@ -30,6 +33,9 @@ check: $(STAMP) ## lint, format and types; reads only
 format: $(STAMP) ## rewrite the files in the project's format
 	$(VENV)/bin/ruff check --fix .
 	$(VENV)/bin/ruff format .
+
+gpu-check: ## prove the GPU worker where there is a GPU
+	@echo "nothing to check: this version has no GPU worker (docs/DESIGN.md lists what is not built yet)"
 
 bench: $(STAMP) ## what a step costs the scheduler alone
 	$(VENV)/bin/python -m proc bench step

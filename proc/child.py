@@ -7,6 +7,7 @@ process at once.
 from __future__ import annotations
 
 import ctypes
+import logging
 import os
 import signal
 import socket
@@ -109,6 +110,9 @@ def main() -> None:
     cores = [core for role in spec.roles for core in spec.cores.get(role.name, [])]
     if cores:
         os.sched_setaffinity(0, cores)
+    logging.basicConfig(
+        level=spec.settings.log_level.upper(), format="%(threadName)s %(levelname)s %(message)s", stream=sys.stderr
+    )
     Child(spec).main()
 
 

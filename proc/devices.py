@@ -6,6 +6,7 @@ torch is imported only for a device that computes.
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -60,7 +61,7 @@ def _sim(settings: Settings, folder: str, table: TokenTable) -> Built:
     blocks = settings.num_blocks or SIM_BLOCKS
     longest = model_len(settings, config.get("max_position_embeddings", SIM_MODEL_LEN), blocks)
     device = SimDevice(_tables(settings, longest), table, blocks, vocab)
-    return Built(device, DeviceInfo(blocks, longest, vocab, 0, 0, "simulated device, untimed"))
+    return Built(device, DeviceInfo(blocks, longest, vocab, 0, 0, True, "simulated device, untimed"))
 
 
 def _cpu(settings: Settings, folder: Path, table: TokenTable) -> Built:
@@ -75,9 +76,9 @@ def _cpu(settings: Settings, folder: Path, table: TokenTable) -> Built:
     config = read_config(folder)
     dtype = None if settings.dtype == "auto" else getattr(torch, settings.dtype)
     if settings.load_format == "dummy":
-        weights = dummy_weights(config, dtype or torch.float32, settings.seed)
+        weights = dummy_weights(config, dtype or torch.float32, settings.seed or 0)
     else:
-        weights = load_weights(folder, config, dtype)
+        weights = load_weights(folder, config, dtype, _progress)
     dtype = weights["model.norm.weight"].dtype
     block = bytes_per_block(config.num_layers, settings.block_size, config.num_kv_heads, config.head_dim, dtype)
     blocks = settings.num_blocks or _blocks_that_fit(settings, block, config.max_model_len)
@@ -85,7 +86,15 @@ def _cpu(settings: Settings, folder: Path, table: TokenTable) -> Built:
     device = CpuDevice(Llama(config, weights, longest), _tables(settings, longest), table, blocks)
     weight_bytes = sum(tensor.nbytes for tensor in weights.values())
     words = f"cpu, {str(dtype).removeprefix('torch.')}, {torch.get_num_threads()} threads"
-    return Built(device, DeviceInfo(blocks, longest, config.vocab_size, weight_bytes, blocks * block, words))
+    shared = config.shares_prefixes
+    return Built(device, DeviceInfo(blocks, longest, config.vocab_size, weight_bytes, blocks * block, shared, words))
+
+
+def _progress(files: list[Path]) -> Iterable[Path]:
+    """A bar where people watch, nothing elsewhere."""
+    from tqdm import tqdm
+
+    return tqdm(files, desc="Loading safetensors checkpoint shards", disable=None)
 
 
 def _blocks_that_fit(settings: Settings, block_bytes: int, longest: int) -> int:

@@ -8,8 +8,9 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 from proc.settings import Settings, UsageError
 
@@ -76,9 +77,25 @@ def _convert(file: Path, folder: Path, tell: Tell) -> None:
 
     tell(f"converting {file.name}, once")
     try:
-        convert(file, folder)
+        convert(file, folder, _progress)
     except ConfigError as error:
         raise UsageError(str(error)) from None
+
+
+def _progress(tensors: Iterator[Any], total: int) -> Iterator[Any]:
+    from tqdm import tqdm
+
+    return iter(tqdm(tensors, total=total, desc="Converting tensors", disable=None))
+
+
+def main() -> int:
+    """`python -m proc.models`: make sure that the default model is in the cache."""
+    try:
+        prepare(Settings(), print)
+    except UsageError as error:
+        print(error, file=sys.stderr)
+        return 1
+    return 0
 
 
 def _hub(name: str, tell: Tell) -> str:
@@ -90,3 +107,7 @@ def _hub(name: str, tell: Tell) -> str:
         return str(snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "*.jinja"]))
     except Exception as error:  # the library raises its own and its transport's
         raise UsageError(f"--model {name} cannot be fetched: {str(error).splitlines()[0]}") from None
+
+
+if __name__ == "__main__":
+    sys.exit(main())

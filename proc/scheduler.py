@@ -86,7 +86,7 @@ class SchedulerLoop:
                 settings.max_num_batched_tokens,
                 settings.max_num_queued_reqs,
                 settings.depth,
-                not settings.disable_radix_cache,
+                info.shares_prefixes and not settings.disable_radix_cache,
             )
         )
         ready = ReplicaReady(

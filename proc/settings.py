@@ -41,7 +41,7 @@ class Settings:
     disable_radix_cache: bool = flag(False, "no prefix cache", "--disable-radix", "--no-enable-prefix-caching")
     overlap_depth: int = flag(1, "steps planned past the last result: 0, 1 or 2")
     disable_overlap: bool = flag(False, "the same as --overlap-depth 0")
-    seed: int = flag(0, "of dummy weights and of requests without a seed", "--random-seed")
+    seed: int | None = flag(None, "of dummy weights, and of the seeds of requests that bring none", "--random-seed")
     zmq_address: str | None = flag(
         None, "public address, such as tcp://127.0.0.1:5555 (default: a private ipc:// path)"
     )
@@ -59,7 +59,7 @@ class Settings:
             ("max_model_len", self.max_model_len is None or self.max_model_len >= 2, "at least 2"),
             ("num_blocks", self.num_blocks is None or self.num_blocks >= 2, "at least 2"),
             ("max_num_queued_reqs", (self.max_num_queued_reqs or 0) >= 0, "at least 0"),
-            ("seed", 0 <= self.seed < 2**64, "between 0 and 2**64 - 1"),
+            ("seed", 0 <= (self.seed or 0) < 2**64, "between 0 and 2**64 - 1"),
             ("device", self.device in ("auto", "cpu", "sim"), "auto, cpu or sim in this version"),
         ):
             if not fine:

@@ -5,7 +5,8 @@ It owns each request's story towards the client: what text has been shown, which
 
 from __future__ import annotations
 
-import secrets
+import logging
+import random
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -63,6 +64,7 @@ from proc.routing import Routing
 from runtime.request import Finish
 from runtime.tokenizer import ByteTokenizer, TextError, Tokenizer
 
+log = logging.getLogger(__name__)
 LONGEST_TOKEN = 256  # characters; a text longer than this many a token cannot fit and is not even encoded
 TURN = 256  # messages taken from clients before tokens are looked at again
 PROBE = 1.0  # seconds between looks whether the clients are still there
@@ -87,6 +89,8 @@ class TokenizerLoop:
         self.labels: dict[tuple[bytes, str], int] = {}
         self.asks: dict[int, tuple[bytes, str, list[dict[str, float]]]] = {}
         self.next_number = 0
+        chosen = spec.settings.seed
+        self.seeds = random.SystemRandom() if chosen is None else random.Random(f"{chosen}-{index}")
         self.draining: float | None = None  # monotonic seconds by which all must have ended
         self.probed = 0.0
         self.replicas: list[ReplicaReady] = []
@@ -135,9 +139,13 @@ class TokenizerLoop:
             message = decode_from_client(frame)
             self.handlers[type(message)](self, client, message)
         except SidestepError as error:
-            self.public.error(client, label_of(frame), error)
+            self.refuse(client, frame, error)
         except TextError as error:
-            self.public.error(client, label_of(frame), InvalidRequest(str(error), error.param))
+            self.refuse(client, frame, InvalidRequest(str(error), error.param))
+
+    def refuse(self, client: bytes, frame: bytes, error: SidestepError) -> None:
+        log.debug("refused: %s", error)
+        self.public.error(client, label_of(frame), error)
 
     def hello(self, client: bytes, message: Hello) -> None:
         if message.version != PROTOCOL:
@@ -158,7 +166,7 @@ class TokenizerLoop:
         ids = self.prompt_ids(message)
         params = resolved(message.sampling, self.tokenizer)
         seed = message.sampling.seed
-        live = Live(client, message, ids, self.tokenizer, secrets.randbits(64) if seed is None else seed)
+        live = Live(client, message, ids, self.tokenizer, self.seeds.getrandbits(64) if seed is None else seed)
         early = live.already_over(params)
         if early is not None:
             self.public.send(client, live.done(*early))
@@ -324,6 +332,7 @@ class TokenizerLoop:
 
     def forget(self, client: bytes) -> None:
         """A client has gone, or reads so slowly that it cannot be served: its requests end."""
+        log.info("client %s has gone or reads too slowly", client.hex())
         for number in [number for number, live in self.live.items() if live.client == client]:
             self.cancel(number)
             self.remove(number)

@@ -47,6 +47,7 @@ class Batch:
     seq_lens: I32  # [R] tokens of the row whose KV exists once this step has run
     input_ids: I32  # [T]; the first num_decode are 0 and are to be read from TokenTable.next[slots]
     positions: I32  # [T]
+    reach: I32  # [T] the longer of the row's prompt and the tokens up to this one (dynamic RoPE needs it)
     kv_cells: I64  # [T] where each token's KV goes: page * block_size + offset
     page_table: I32  # [R, pages of the longest row]; unused entries are 0, the scratch page
     sample_rows: I32  # [S] rows that sample, ascending
@@ -71,6 +72,7 @@ class SlotTables:
         self.pages = np.zeros((num_slots, max_pages), np.int32)
         self.num_pages = np.zeros(num_slots, np.int32)
         self.num_computed = np.zeros(num_slots, np.int32)
+        self.num_prompt = np.zeros(num_slots, np.int32)
         self.min_len = np.zeros(num_slots, np.int64)  # below this many tokens `stop_ids` are banned
         self.temperature = np.zeros(num_slots, np.float64)
         self.top_k = np.zeros(num_slots, np.int64)
@@ -101,6 +103,7 @@ class SlotTables:
         self.pages[slot, : len(pages)] = pages
         self.num_pages[slot] = len(pages)
         self.num_computed[slot] = admission.start
+        self.num_prompt[slot] = admission.num_prompt
         self.min_len[slot] = admission.num_prompt + sampling.min_tokens
         self.temperature[slot] = sampling.temperature
         self.top_k[slot] = sampling.top_k
@@ -139,8 +142,20 @@ class SlotTables:
         ids = np.zeros(len(rows), np.int32)
         ids[len(decode) :] = np.frombuffer(plan.chunk_ids, ID_DTYPE)
         sample = self._sampling(slots[sample_rows], seq_lens[sample_rows].astype(np.int64))
+        reach = np.maximum(self.num_prompt[slots][rows], positions + 1)
         return Batch(
-            plan.step, len(decode), slots, query_lens, seq_lens, ids, positions, cells, table, sample_rows, sample
+            plan.step,
+            len(decode),
+            slots,
+            query_lens,
+            seq_lens,
+            ids,
+            positions,
+            reach,
+            cells,
+            table,
+            sample_rows,
+            sample,
         )
 
     def _sampling(self, slots: I32, lengths: I64) -> SampleBatch:

@@ -36,6 +36,7 @@ class DeviceInfo(msgspec.Struct, frozen=True, array_like=True, tag=True):
     vocab_size: int
     weight_bytes: int
     kv_bytes: int
+    shares_prefixes: bool  # a prefix has the same KV in every request
     description: str  # one line for the start-up log and /status
 
 

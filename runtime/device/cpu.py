@@ -46,6 +46,6 @@ class CpuDevice:
         ids = batch.input_ids.astype(np.int64)
         ids[: batch.num_decode] = self.tokens.next[batch.slots[: batch.num_decode]]
         attention = CpuAttention(batch, self.cache, self.model.config.sliding_window)
-        positions = torch.from_numpy(batch.positions.astype(np.int64))
-        hidden = self.model.forward(torch.from_numpy(ids), positions, attention)
+        positions, reach = (torch.from_numpy(part.astype(np.int64)) for part in (batch.positions, batch.reach))
+        hidden = self.model.forward(torch.from_numpy(ids), positions, reach, attention)
         return sample(self.model.logits(hidden[torch.from_numpy(batch.last_tokens)]), batch.sample)

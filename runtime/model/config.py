@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
-ROPE_KINDS = ("default", "linear", "llama3", "yarn")
+ROPE_KINDS = ("default", "linear", "dynamic", "llama3", "yarn")
 
 
 class ConfigError(ValueError):
@@ -27,7 +27,7 @@ class ModelConfig:
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    max_model_len: int
+    made_for: int  # max_position_embeddings
     rms_norm_eps: float
     rope_theta: float
     tied: bool = False
@@ -36,6 +36,17 @@ class ModelConfig:
     sliding_window: int | None = None
     eos_ids: tuple[int, ...] = ()
     rope: dict[str, Any] = field(default_factory=lambda: {"rope_type": "default"})
+
+    @property
+    def max_model_len(self) -> int:
+        """Tokens a request may have: what the model was made for, stretched by linear and dynamic scaling."""
+        stretched = self.rope["rope_type"] in ("linear", "dynamic")
+        return int(self.made_for * self.rope["factor"]) if stretched else self.made_for
+
+    @property
+    def shares_prefixes(self) -> bool:
+        """Whether a prefix has the same keys in every request: not with dynamic RoPE, where its length counts."""
+        return bool(self.rope["rope_type"] != "dynamic")
 
 
 def read_config(folder: Path) -> ModelConfig:

@@ -8,7 +8,7 @@ import torch
 from torch.nn.functional import embedding, linear, silu
 
 from runtime.model.config import ModelConfig
-from runtime.model.rope import Rope
+from runtime.model.rope import Rope, rotate
 
 Tensor = torch.Tensor
 Attention = Callable[[int, Tensor, Tensor, Tensor], Tensor]
@@ -28,14 +28,15 @@ class Llama:
         self.rope = Rope(config, max_len)
         self.head = weights["model.embed_tokens.weight" if config.tied else "lm_head.weight"]
 
-    def forward(self, input_ids: Tensor, positions: Tensor, attention: Attention) -> Tensor:
-        """int64[T] and int64[T] to the normed hidden states [T, hidden_size]."""
+    def forward(self, input_ids: Tensor, positions: Tensor, reach: Tensor, attention: Attention) -> Tensor:
+        """int64[T] each (`reach`: see `Rope.at`) to the normed hidden states [T, hidden_size]."""
         weights, eps = self.weights, self.config.rms_norm_eps
         x = embedding(input_ids, weights["model.embed_tokens.weight"])
+        turn = self.rope.at(positions, reach, x.dtype)
         for layer in range(self.config.num_layers):
             name = f"model.layers.{layer}."
             normed = rms_norm(x, weights[name + "input_layernorm.weight"], eps)
-            x = x + self._attend(layer, name + "self_attn.", normed, positions, attention)
+            x = x + self._attend(layer, name + "self_attn.", normed, turn, attention)
             normed = rms_norm(x, weights[name + "post_attention_layernorm.weight"], eps)
             x = x + self._mlp(name + "mlp.", normed)
         return rms_norm(x, weights["model.norm.weight"], eps)
@@ -44,7 +45,7 @@ class Llama:
         """[S, hidden_size] to float32[S, vocab_size]."""
         return linear(hidden, self.head).float()
 
-    def _attend(self, layer: int, name: str, x: Tensor, positions: Tensor, attention: Attention) -> Tensor:
+    def _attend(self, layer: int, name: str, x: Tensor, turn: tuple[Tensor, Tensor], attention: Attention) -> Tensor:
         config, weights = self.config, self.weights
         parts = (
             linear(x, weights[f"{name}{part}_proj.weight"], weights.get(f"{name}{part}_proj.bias")) for part in "qkv"
@@ -53,7 +54,7 @@ class Llama:
         if config.qk_norm:
             query = rms_norm(query, weights[name + "q_norm.weight"], config.rms_norm_eps)
             key = rms_norm(key, weights[name + "k_norm.weight"], config.rms_norm_eps)
-        query, key = self.rope.rotate(query, positions), self.rope.rotate(key, positions)
+        query, key = rotate(query, *turn), rotate(key, *turn)
         return linear(attention(layer, query, key, value).flatten(1), weights[name + "o_proj.weight"])
 
     def _mlp(self, name: str, x: Tensor) -> Tensor:

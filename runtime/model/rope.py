@@ -15,19 +15,43 @@ Tensor = torch.Tensor
 
 
 class Rope:
-    """cos and sin tables for every position up to `max_model_len`, float32[max_model_len, head_dim]."""
+    """cos and sin of every position a request may have."""
 
     def __init__(self, config: ModelConfig, max_len: int) -> None:
+        self.config = config
+        self.dynamic = config.rope["rope_type"] == "dynamic"
         inverse, scale = frequencies(config)
         angles = torch.outer(torch.arange(max_len, dtype=torch.float32), inverse)
         angles = torch.cat((angles, angles), -1)
         self.cos, self.sin = angles.cos() * scale, angles.sin() * scale
 
-    def rotate(self, x: Tensor, positions: Tensor) -> Tensor:
-        """x[T, heads, head_dim] rotated by positions[T]; same dtype."""
-        cos, sin = (table[positions].unsqueeze(1).to(x.dtype) for table in (self.cos, self.sin))
-        half = x.shape[-1] // 2
-        return x * cos + torch.cat((-x[..., half:], x[..., :half]), -1) * sin
+    def at(self, positions: Tensor, reach: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """cos and sin, each [T, 1, head_dim], for positions int64[T].
+
+        `reach` int64[T]: how long the request was, as far as transformers sees, when the token was computed: its
+        prompt, or all tokens up to a later one. Only the dynamic kind looks at it.
+        """
+        if not self.dynamic:
+            return self.cos[positions].unsqueeze(1).to(dtype), self.sin[positions].unsqueeze(1).to(dtype)
+        angles = positions[:, None] * dynamic_frequencies(self.config, reach)
+        angles = torch.cat((angles, angles), -1).unsqueeze(1)
+        return angles.cos().to(dtype), angles.sin().to(dtype)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """x[T, heads, head_dim], rotated."""
+    half = x.shape[-1] // 2
+    return x * cos + torch.cat((-x[..., half:], x[..., :half]), -1) * sin
+
+
+def dynamic_frequencies(config: ModelConfig, reach: Tensor) -> Tensor:
+    """float32[T, head_dim / 2]: NTK scaling, whose base grows with a request beyond what the model was made for."""
+    dim, factor, made_for = config.head_dim, config.rope["factor"], config.made_for
+    length = reach.clamp(min=made_for).float()
+    base = config.rope_theta * (factor * length / made_for - (factor - 1)) ** (dim / (dim - 2))
+    exponents = torch.arange(0, dim, 2, dtype=torch.float32) / dim
+    inverse: Tensor = base[:, None].pow(exponents).reciprocal()
+    return inverse
 
 
 def frequencies(config: ModelConfig) -> tuple[Tensor, float]:
@@ -53,7 +77,7 @@ def _llama3(plain: Tensor, rope: dict[str, float]) -> Tensor:
 
 def _yarn(plain: Tensor, config: ModelConfig) -> tuple[Tensor, float]:
     rope, dim = config.rope, config.head_dim
-    length = rope.get("original_max_position_embeddings") or config.max_model_len
+    length = rope.get("original_max_position_embeddings") or config.made_for
 
     def dimension(rotations: float) -> float:
         return dim * math.log(length / (rotations * 2 * math.pi)) / (2 * math.log(config.rope_theta))

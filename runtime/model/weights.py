@@ -7,7 +7,7 @@ mean another model than the one we compute. Knows no device but the CPU.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import torch
@@ -16,6 +16,7 @@ from safetensors import SafetensorError, safe_open
 from runtime.model.config import ConfigError, ModelConfig
 
 Tensor = torch.Tensor
+Progress = Callable[[list[Path]], Iterable[Path]]
 IGNORED = "rotary_emb.inv_freq"  # older checkpoints carry the derived frequencies
 
 
@@ -44,11 +45,16 @@ def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def load_weights(folder: Path, config: ModelConfig, dtype: torch.dtype | None) -> dict[str, Tensor]:
-    """All tensors of the checkpoint as `dtype` (None: as stored). Raises `ConfigError` with one clear line."""
+def load_weights(
+    folder: Path, config: ModelConfig, dtype: torch.dtype | None, progress: Progress = list
+) -> dict[str, Tensor]:
+    """All tensors of the checkpoint as `dtype` (None: as stored). Raises `ConfigError` with one clear line.
+
+    `progress` wraps the list of files, as tqdm does.
+    """
     shapes = expected_shapes(config)
     weights: dict[str, Tensor] = {}
-    for file in _files(folder):
+    for file in progress(_files(folder)):
         for name, tensor in _tensors(file):
             if IGNORED in name or (config.tied and name == "lm_head.weight"):
                 continue

@@ -43,6 +43,13 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
     "llama-tied-mha": ("Llama", {"tie_word_embeddings": True, "num_key_value_heads": 4}),
     "llama-linear": ("Llama", {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}}),
+    "llama-dynamic": (
+        "Llama",
+        {
+            "rope_parameters": {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4},
+            "max_position_embeddings": 32,
+        },
+    ),
     "llama-llama3": ("Llama", {"rope_parameters": LLAMA3}),
     "llama-yarn": ("Llama", {"rope_parameters": YARN}),
     "mistral-window": ("Mistral", {"sliding_window": 8}),
@@ -74,7 +81,8 @@ def ours(model: Llama, prompt: list[int], count: int, chunk: int) -> list[int]:
         if batch.num_decode:
             ids[0] = found[-1]
         attention = CpuAttention(batch, cache, config.sliding_window)
-        hidden = model.forward(ids, torch.from_numpy(batch.positions.astype(np.int64)), attention)
+        positions, reach = (torch.from_numpy(part.astype(np.int64)) for part in (batch.positions, batch.reach))
+        hidden = model.forward(ids, positions, reach, attention)
         drawn = model.logits(hidden[torch.from_numpy(batch.last_tokens)]).argmax(-1).numpy().astype(np.int32)
         found += scheduler.commit(plan.step, drawn).ids.tolist()
     return found
@@ -83,10 +91,10 @@ def ours(model: Llama, prompt: list[int], count: int, chunk: int) -> list[int]:
 @pytest.mark.parametrize("case", CASES)
 @torch.inference_mode()
 def test_tokens_equal_transformers(case: str) -> None:
-    model, config = oracle(case)
-    mine = Llama(config, dict(model.state_dict()), 128)
     draw = np.random.default_rng(3)
     for length in (1, 4, 23, 40):
+        model, config = oracle(case)  # anew: transformers' dynamic RoPE remembers the longest request it has seen
+        mine = Llama(config, dict(model.state_dict()), 128)
         prompt = draw.integers(1, 97, length).tolist()
         reference = model.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=24, pad_token_id=0)
         for chunk in (64, 5):
