@@ -12,7 +12,7 @@ import json
 import time
 from collections import Counter
 from collections.abc import AsyncIterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import numpy as np
@@ -92,7 +92,7 @@ def main(given: argparse.Namespace) -> int:
 
 async def _main(given: argparse.Namespace) -> int:
     async with _backend(given) as backend:
-        work = jobs(given, await backend.vocabulary())
+        work = [await _counted(backend, job) for job in jobs(given, await backend.vocabulary())]
         for job in work[: given.warmup_requests]:
             await backend.request(Outcome(job), not given.disable_ignore_eos)
         outcomes, seconds = await _run(backend, work, given)
@@ -107,6 +107,12 @@ async def _main(given: argparse.Namespace) -> int:
         with open(given.output_file, "a") as file:
             file.write(line + "\n")
     return 0 if sample.completed == len(work) else 1
+
+
+async def _counted(backend: Backend, job: Job) -> Job:
+    """The job with its output as long as the answer it was made from."""
+    count = await backend.retokenize(job.answer) if job.answer else None
+    return replace(job, output_len=max(1, count)) if count is not None else job
 
 
 def _backend(given: argparse.Namespace) -> Backend:

@@ -16,6 +16,7 @@ from proc.settings import UsageError
 class Job:
     prompt: str | list[int]
     output_len: int
+    answer: str | None = None  # whose tokens, where the server can count them, are the output's length
 
 
 def jobs(given: argparse.Namespace, vocab_size: int) -> list[Job]:
@@ -60,7 +61,7 @@ def _read(given: argparse.Namespace) -> list[Job]:
             rows = [json.loads(line) for line in text.splitlines() if line.strip()]
             return [Job(row["prompt"], int(row.get("output_len", given.random_output_len))) for row in rows]
         turns = [row["conversations"] for row in json.loads(text) if len(row["conversations"]) >= 2]
-        # an answer's length in tokens is not in the file; a token is about four characters
-        return [Job(turn[0]["value"], max(1, len(turn[1]["value"]) // 4)) for turn in turns]
+        # a token is about four characters, until a tokenizer says it better
+        return [Job(t[0]["value"], max(1, len(t[1]["value"]) // 4), t[1]["value"]) for t in turns]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UsageError(f"--dataset-path {given.dataset_path} cannot be read: {error!r}") from None

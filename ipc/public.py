@@ -102,7 +102,7 @@ def _checked(wanted: str, index: int) -> str:
         return wanted
     host, _, port = parts.netloc.rpartition(":")
     if parts.scheme != "tcp" or not (port == "*" or port.isdecimal()):
-        raise ValueError(f"the public address {wanted} is neither ipc://PATH nor tcp://HOST:PORT")
+        raise ValueError("it is neither ipc://PATH nor tcp://HOST:PORT")
     if host not in LOOPBACK:
-        raise ValueError(f"the public address {wanted} is not on the loopback; this version serves no other")
+        raise ValueError("it is not on the loopback; this version serves no other")
     return f"tcp://{host}:{'*' if port in ('*', '0') else int(port) + index}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from typing import Any, NoReturn
 
@@ -118,9 +118,18 @@ class Parser(argparse.ArgumentParser):
         prefix = "unrecognized arguments: "
         if message.startswith(prefix):
             unknown = message.removeprefix(prefix).split()[0].split("=")[0]
-            known = [option for action in self._actions for option in action.option_strings]
+            known = list(_options(self))
             message = f"unknown argument {unknown}{_nearest(unknown, known)}"
         self.exit(2, f"{self.prog}: {message}\n")
+
+
+def _options(parser: argparse.ArgumentParser) -> Iterator[str]:
+    """Every option of the parser and of its sub-commands."""
+    for action in parser._actions:
+        yield from action.option_strings
+        if isinstance(action, argparse._SubParsersAction):
+            for command in action.choices.values():
+                yield from _options(command)
 
 
 def _nearest(name: str, known: Sequence[str]) -> str:

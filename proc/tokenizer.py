@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import zmq
 
 from ipc.endpoints import address
 from ipc.errors import (
@@ -61,6 +62,7 @@ from ipc.sockets import Receiver, Sender
 from proc.conversation import Live, resolved, text_messages
 from proc.role import Command, Poller, ProcessSpec
 from proc.routing import Routing
+from proc.settings import UsageError
 from runtime.request import Finish
 from runtime.tokenizer import ByteTokenizer, TextError, Tokenizer
 
@@ -78,9 +80,7 @@ class TokenizerLoop:
     def __init__(self, spec: ProcessSpec, index: int) -> None:
         self.spec, self.index = spec, index
         self.inbox: Receiver[ToTokenizer] = Receiver(address(spec.run_dir, "tokenizer", index, "in"), ToTokenizer)
-        self.public = PublicSocket(
-            spec.settings.zmq_address or address(spec.run_dir, "tokenizer", index, "public"), index
-        )
+        self.public = _public(spec.settings.zmq_address or address(spec.run_dir, "tokenizer", index, "public"), index)
         self.schedulers: list[Sender[ToScheduler]] = [
             Sender(address(spec.run_dir, "scheduler", n, "in")) for n in range(spec.num_schedulers)
         ]
@@ -369,3 +369,11 @@ class TokenizerLoop:
         self.inbox.close()
         for scheduler in self.schedulers:
             scheduler.close()
+
+
+def _public(wanted: str, index: int) -> PublicSocket:
+    """Raises `UsageError` for an address that cannot be had."""
+    try:
+        return PublicSocket(wanted, index)
+    except (ValueError, zmq.ZMQError) as error:
+        raise UsageError(f"--zmq-address {wanted}: {error}") from None

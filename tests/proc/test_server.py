@@ -20,16 +20,7 @@ from ipc.client import Client
 from ipc.endpoints import discover
 from ipc.messages import decode_to_client
 from proc.settings import Settings, UsageError
-from proc.supervisor import StartError, Supervisor
-
-
-@pytest.fixture(autouse=True)
-def run_dir(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A folder of our own for sockets; at the end nothing is left in it."""
-    folder = tmp_path_factory.mktemp("run")
-    monkeypatch.setenv("SIDESTEP_RUN_DIR", str(folder))
-    yield folder
-    assert not list(folder.iterdir()), "sockets were left behind"
+from proc.supervisor import Supervisor
 
 
 def start(**changes: Any) -> Supervisor:
@@ -315,5 +306,7 @@ def test_starts_that_must_fail() -> None:
         start(num_blocks=3, max_model_len=100)
     with pytest.raises(UsageError, match="no such folder"):
         start(model="./missing")
-    with pytest.raises(StartError, match="not on the loopback"):
+    with pytest.raises(UsageError, match="not on the loopback"):
         start(zmq_address="tcp://0.0.0.0:5555")
+    with start(zmq_address="tcp://127.0.0.1:0") as server, pytest.raises(UsageError, match="in use"):
+        start(zmq_address=server.addresses[0])
