@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import numpy as np
+import uvloop
 from tqdm import tqdm
 
 from bench.report import Sample, print_report, summary
@@ -87,7 +88,7 @@ class SidestepBackend:
 
 
 def main(given: argparse.Namespace) -> int:
-    return asyncio.run(_main(given))
+    return int(uvloop.run(_main(given)))
 
 
 async def _main(given: argparse.Namespace) -> int:

@@ -31,11 +31,20 @@ def create_run_dir() -> Path:
     parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     if parent.stat().st_uid != os.getuid():
         raise PermissionError(f"{parent} belongs to another user")
+    _sweep(parent)
     folder = Path(tempfile.mkdtemp(prefix=f"{os.getpid()}-", dir=parent))
     if len(str(folder)) > LONGEST_PATH - 30:
         shutil.rmtree(folder)
         raise OSError(f"{parent} is too long a path for sockets; set SIDESTEP_RUN_DIR to a shorter one")
     return folder
+
+
+def _sweep(parent: Path) -> None:
+    """Remove what servers that were killed left behind."""
+    for folder in parent.iterdir():
+        owner = folder.name.partition("-")[0]
+        if owner.isdecimal() and not Path("/proc", owner).exists():
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def address(run_dir: str, role: str, index: int, channel: str, incarnation: int = 0) -> str:

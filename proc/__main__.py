@@ -96,15 +96,15 @@ def serve(given: argparse.Namespace) -> int:
     from proc.supervisor import Supervisor
 
     settings = from_arguments(given)
-    stop: list[int] = []
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda received, _: _on_signal(received, stop))
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # gives up the start, which cleans up
     server = Supervisor(settings, say)
     say(f"settings: {non_defaults(settings)}")
     began = time.monotonic()
     server.start()
     _describe(server, settings, time.monotonic() - began)
     print(f"sidestep is ready: zmq {' '.join(server.addresses)}", flush=True)
+    stop: list[int] = []
     signal.signal(signal.SIGINT, lambda received, _: stop.append(received))
     signal.signal(signal.SIGTERM, lambda received, _: stop.append(received))
     reason = None
@@ -118,12 +118,6 @@ def serve(given: argparse.Namespace) -> int:
     say("shutting down")
     server.stop(settings.shutdown_timeout)
     return 0
-
-
-def _on_signal(received: int, stop: list[int]) -> None:
-    """Before the server is ready: give up the start, which cleans up after itself."""
-    stop.append(received)
-    raise KeyboardInterrupt
 
 
 def _describe(server: Supervisor, settings: Settings, seconds: float) -> None:
@@ -166,10 +160,12 @@ def _show(stream: Stream) -> str:
     began = time.monotonic()
     first = 0.0
     with stream:
-        for chunk in stream:
-            first = first or time.monotonic() - began
-            print(chunk.text, end="", flush=True)
-        print()
+        try:
+            for chunk in stream:
+                first = first or time.monotonic() - began
+                print(chunk.text, end="", flush=True)
+        finally:
+            print(flush=True)
         done = stream.result
         assert done is not None
     count, seconds = done.usage.completion_tokens, time.monotonic() - began

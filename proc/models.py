@@ -34,12 +34,17 @@ def prepare(settings: Settings, tell: Tell) -> str:
         return str(_smollm2(tell))
     path = Path(name).expanduser()
     if path.is_dir():
-        return str(path)
+        return str(_with_tokenizer(path, tell))
     if path.suffix == ".gguf" or settings.load_format == "gguf":
         return str(_gguf(path, tell))
     if name.count("/") == 1 and not path.exists() and not name.startswith((".", "/", "~")):
-        return _hub(name, tell)
+        return _hub(name, settings, tell)
     raise UsageError(f"--model {name}: no such folder or file")
+
+
+def served_name(settings: Settings, folder: str) -> str:
+    """What clients call the model."""
+    return settings.served_model_name or (Path(settings.model).name if folder else "sim")
 
 
 def _smollm2(tell: Tell) -> Path:
@@ -98,15 +103,38 @@ def main() -> int:
     return 0
 
 
-def _hub(name: str, tell: Tell) -> str:
+def _hub(name: str, settings: Settings, tell: Tell) -> str:
     """A hub id through huggingface_hub, which has its own cache and honours HF_HUB_OFFLINE."""
     from huggingface_hub import snapshot_download
 
     tell(f"looking up {name} on the hub")
     try:
-        return str(snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "*.jinja"]))
+        patterns = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model"]
+        folder = Path(snapshot_download(name, revision=settings.revision, allow_patterns=patterns))
     except Exception as error:  # the library raises its own and its transport's
         raise UsageError(f"--model {name} cannot be fetched: {str(error).splitlines()[0]}") from None
+    return str(_with_tokenizer(folder, tell))
+
+
+def _with_tokenizer(folder: Path, tell: Tell) -> Path:
+    """The folder itself where it has a tokenizer.json; else one beside it in the cache, converted by transformers."""
+    if (folder / "tokenizer.json").exists() or not (folder / "tokenizer.model").exists():
+        return folder
+    key = hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:16]
+    whole = cache() / f"{folder.name}-{key}"
+    if not (whole / "tokenizer.json").exists():
+        from transformers import AutoTokenizer
+
+        tell("converting the tokenizer, once")
+        whole.mkdir(parents=True, exist_ok=True)
+        for file in folder.iterdir():
+            (whole / file.name).unlink(missing_ok=True)
+            (whole / file.name).symlink_to(file.resolve())
+        try:
+            AutoTokenizer.from_pretrained(folder).backend_tokenizer.save(str(whole / "tokenizer.json"))
+        except Exception as error:  # whatever the conversion runs into
+            raise UsageError(f"{folder}: the tokenizer cannot be converted: {str(error).splitlines()[0]}") from None
+    return whole
 
 
 if __name__ == "__main__":

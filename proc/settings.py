@@ -28,6 +28,7 @@ class Settings:
     device: str = flag("auto", "auto, cpu or sim")
     dtype: str = flag("auto", "of weights and KV", choices=("auto", "float32", "bfloat16", "float16"))
     load_format: str = flag("auto", "dummy: random weights", choices=("auto", "safetensors", "gguf", "dummy"))
+    revision: str | None = flag(None, "of a hub id: branch, tag or commit")
     chat_template: str | None = flag(None, "a file with a jinja2 template, instead of the model's")
     max_model_len: int | None = flag(None, "tokens of a request, prompt and output", "--context-length")
     max_num_seqs: int = flag(64, "rows of a step", "--max-running-requests")

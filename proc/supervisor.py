@@ -25,7 +25,7 @@ from ipc.endpoints import announce, create_run_dir
 from ipc.token_table import TokenTable
 from proc import topology
 from proc.child import Word
-from proc.models import prepare
+from proc.models import prepare, served_name
 from proc.role import Command, ProcessSpec
 from proc.settings import Settings, UsageError
 from proc.topology import Role, Topology
@@ -113,7 +113,8 @@ class Supervisor:
 
     def start(self) -> None:
         try:
-            self._spawn_all(prepare(self.settings, self.tell))
+            folder = prepare(self.settings, self.tell)
+            self._spawn_all(folder)
             self._wait_until(lambda: all(p.all_ready for p in self.processes), self.settings.startup_timeout)
         except BaseException:
             self._kill_all()
@@ -123,7 +124,7 @@ class Supervisor:
         for process in self.processes:
             process.send(Command("addresses", message=" ".join(self.addresses)))
         assert self._run_dir is not None
-        announce(self._run_dir, self.settings.model, self.addresses)
+        announce(self._run_dir, served_name(self.settings, folder), self.addresses)
 
     def watch(self, timeout: float) -> str | None:
         """Wait up to `timeout` seconds for news; the reason where a process has died, and None as long as all live."""

@@ -60,6 +60,7 @@ from ipc.messages import (
 from ipc.public import PublicSocket
 from ipc.sockets import Receiver, Sender
 from proc.conversation import Live, resolved, text_messages
+from proc.models import served_name
 from proc.role import Command, Poller, ProcessSpec
 from proc.routing import Routing
 from proc.settings import UsageError
@@ -95,7 +96,7 @@ class TokenizerLoop:
         self.probed = 0.0
         self.replicas: list[ReplicaReady] = []
         self.addresses = [self.public.address]
-        self.name = spec.settings.served_model_name or (Path(spec.settings.model).name if spec.folder else "sim")
+        self.name = served_name(spec.settings, spec.folder)
 
     @property
     def sockets(self) -> list[Any]:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import select
 import signal
 import subprocess
 import sys
@@ -98,3 +101,34 @@ def test_bench_serving_reports_every_request(tmp_path: Path) -> None:
         assert figures["mean_ttft_ms"] > 0 and figures["median_itl_ms"] is not None
         server.terminate()
         assert server.wait(20) == 0
+
+
+def test_children_die_with_a_killed_supervisor_and_the_next_one_sweeps_up(run_dir: Path) -> None:
+    with subprocess.Popen(command("serve", *SIM), stdout=subprocess.PIPE, text=True, cwd=ROOT) as server:
+        assert server.stdout is not None
+        server.stdout.readline()
+        children = Path(f"/proc/{server.pid}/task/{server.pid}/children").read_text().split()
+        assert len(children) == 3
+        server.kill()
+        server.wait(10)
+    for child in children:
+        with contextlib.suppress(ProcessLookupError):
+            fd = os.pidfd_open(int(child))
+            assert select.select([fd], [], [], 10.0)[0], "a child outlived its supervisor"
+            os.close(fd)
+    assert len(list(run_dir.iterdir())) == 1
+    assert run("generate", *SIM, "--prompt", "x", "--max-tokens", "2").returncode == 0
+    assert not list(run_dir.iterdir())
+
+
+def test_two_servers_started_at_the_same_instant() -> None:
+    servers = [subprocess.Popen(command("serve", *SIM), stdout=subprocess.PIPE, text=True, cwd=ROOT) for _ in range(2)]
+    lines = [server.stdout.readline() for server in servers if server.stdout]
+    assert lines[0] != lines[1]
+    for line in lines:
+        done = run("generate", "--address", line.split()[-1], "--prompt", "x", "--max-tokens", "2")
+        assert done.returncode == 0
+    for server in servers:
+        with server:
+            server.terminate()
+            assert server.wait(20) == 0

@@ -226,3 +226,18 @@ def test_limits_that_contradict_are_refused() -> None:
         Limits(100, max_num_seqs=64, max_num_batched_tokens=32, max_model_len=64)
     with pytest.raises(ValueError, match="max_model_len"):
         Limits(10, 4, max_model_len=64)
+
+
+@pytest.mark.parametrize("depth", [0, 1, 2])
+def test_an_arrival_waits_for_no_more_than_the_steps_already_sent(depth: int) -> None:
+    engine = Engine(replace(ROOMY, depth=depth))
+    engine.admit(request(1, [1, 2], 50))
+    sent = 0
+    while (plan := engine.scheduler.plan()) is not None:
+        engine.device.launch(plan, engine.results.append)
+        sent += 1
+    assert sent == depth + 1
+    engine.admit(request(2, [3, 4], 50))
+    engine._commit(engine.results.popleft())
+    plan = engine.scheduler.plan()
+    assert plan is not None and plan.step == sent and np.frombuffer(plan.chunk_ids, "<i4").tolist() == [3, 4]
