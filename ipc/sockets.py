@@ -51,9 +51,11 @@ class Receiver(Generic[T]):
 
     def receive(self, timeout: float) -> T | None:
         """The next message, or None when none has come within `timeout` seconds."""
-        while self.socket.poll(int(timeout * 1000)):
+        while not timeout or self.socket.poll(int(timeout * 1000)):
             try:
-                return self._decoder.decode(self.socket.recv())
+                return self._decoder.decode(self.socket.recv(zmq.NOBLOCK))
+            except zmq.Again:
+                return None
             except (msgspec.MsgspecError, RecursionError):
                 self.dropped += 1
         return None

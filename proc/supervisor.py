@@ -31,6 +31,7 @@ from proc.settings import Settings, UsageError
 from proc.topology import Role, Topology
 from proc.worker import table_shape
 
+SPIN = {"GOMP_SPINCOUNT": "5000"}  # compute threads that spin on take the cores the other roles need (bench/LOG.md)
 GRACE = 5.0  # seconds from a stop to a kill
 
 
@@ -191,7 +192,7 @@ class Supervisor:
         popen = subprocess.Popen(
             [sys.executable, "-m", "proc.child", msgspec.json.encode(spec).decode()],
             pass_fds=[theirs.fileno(), *self._tables],
-            env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))},
+            env=SPIN | os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))},
             stdin=subprocess.DEVNULL,
             start_new_session=True,
         )
