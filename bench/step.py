@@ -14,9 +14,10 @@ import time
 import msgspec
 import numpy as np
 
+from runtime.limits import Limits
 from runtime.request import NO_IDS, Request
 from runtime.sampling import Sampling
-from runtime.scheduler import Limits, Scheduler
+from runtime.scheduler import Scheduler
 
 COLUMNS = ("rows", "plan_us", "encode_us", "commit_us", "total_us", "per_row_us", "plan_bytes")
 

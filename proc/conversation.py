@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import time
-from typing import Any
 
 import msgspec
 
-from ipc.errors import InvalidRequest
 from ipc.messages import Chunk, Done, Generate, SamplingParams, Started, Usage
 from runtime.request import Finish
 from runtime.text import TextStream
@@ -97,24 +95,3 @@ def resolved(wishes: SamplingParams, tokenizer: Tokenizer | ByteTokenizer) -> Sa
     defaults = {name: value for name, value in tokenizer.sampling_defaults.items() if getattr(wishes, name) is None}
     eos = [] if wishes.ignore_eos else [token for token in tokenizer.eos_ids if token not in wishes.stop_token_ids]
     return msgspec.structs.replace(wishes, stop_token_ids=[*wishes.stop_token_ids, *eos], stop=[], **defaults)
-
-
-def text_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Messages whose content is text: parts of type `text` are joined. Raises `InvalidRequest` that names the place."""
-    if not messages:
-        raise InvalidRequest("messages must not be empty", "messages")
-    return [message | {"content": _text(message, n)} for n, message in enumerate(messages)]
-
-
-def _text(message: dict[str, Any], n: int) -> str:
-    if not isinstance(message.get("role"), str):
-        raise InvalidRequest(f"messages[{n}].role must be a text", "messages")
-    content = message.get("content")
-    if isinstance(content, str):
-        return content
-    if not isinstance(content, list):
-        raise InvalidRequest(f"messages[{n}].content must be a text or a list of parts", "messages")
-    for part in content:
-        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-            raise InvalidRequest(f"messages[{n}].content has a part that is not of type text", "messages")
-    return "".join(part["text"] for part in content)

@@ -26,9 +26,10 @@ from ipc.token_table import TokenTable
 from proc.role import Command, Poller, ProcessSpec
 from proc.worker import table_shape
 from runtime.device.base import DeviceInfo
+from runtime.limits import Limits
 from runtime.request import AdmissionError, Request
 from runtime.sampling import Sampling
-from runtime.scheduler import Limits, Outputs, Scheduler
+from runtime.scheduler import Outputs, Scheduler
 from runtime.step import StepPlan, StepResult
 
 

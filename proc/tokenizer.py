@@ -23,7 +23,6 @@ from ipc.errors import (
     InvalidRequest,
     ModelNotFound,
     ProcessDied,
-    PromptTooLong,
     ShuttingDown,
     SidestepError,
     from_wire,
@@ -59,8 +58,9 @@ from ipc.messages import (
 )
 from ipc.public import PublicSocket
 from ipc.sockets import Receiver, Sender
-from proc.conversation import Live, resolved, text_messages
+from proc.conversation import Live, resolved
 from proc.models import served_name
+from proc.prompts import Prompts
 from proc.role import Command, Poller, ProcessSpec
 from proc.routing import Routing
 from proc.settings import UsageError
@@ -68,7 +68,6 @@ from runtime.request import Finish
 from runtime.tokenizer import ByteTokenizer, TextError, Tokenizer
 
 log = logging.getLogger(__name__)
-LONGEST_TOKEN = 256  # characters; a text longer than this many a token cannot fit and is not even encoded
 TURN = 256  # messages taken from clients before tokens are looked at again
 PROBE = 1.0  # seconds between looks whether the clients are still there
 
@@ -116,6 +115,7 @@ class TokenizerLoop:
             self.replicas.append(message)
         self.max_model_len = min(replica.max_model_len for replica in self.replicas)
         self.vocab_size = min(replica.vocab_size for replica in self.replicas)
+        self.prompts = Prompts(self.tokenizer, self.max_model_len, self.vocab_size)
         return {"public": self.public.address}
 
     def turn(self, poller: Poller) -> None:
@@ -164,7 +164,7 @@ class TokenizerLoop:
         if message.model not in (None, self.name):
             raise ModelNotFound(f"the model here is {self.name}, not {message.model}", "model")
         message.sampling.check()
-        ids = self.prompt_ids(message)
+        ids = self.prompts.ids(message)
         params = resolved(message.sampling, self.tokenizer)
         seed = message.sampling.seed
         live = Live(client, message, ids, self.tokenizer, self.seeds.getrandbits(64) if seed is None else seed)
@@ -181,35 +181,6 @@ class TokenizerLoop:
         admit = Admit(number, self.index, prompt, output, params, live.seed, message.priority)
         self.schedulers[live.replica].send(admit)
 
-    def prompt_ids(self, message: Generate) -> list[int]:
-        given = [name for name in ("prompt", "messages", "prompt_ids") if getattr(message, name) is not None]
-        if len(given) != 1:
-            raise InvalidRequest(f"exactly one of prompt, messages and prompt_ids is needed, got {given}", "prompt")
-        for name in ("prompt_ids", "output_ids"):
-            self.check_ids(getattr(message, name) or [], name)
-        if message.prompt_ids is not None:
-            return message.prompt_ids
-        if message.prompt is not None:
-            self.check_length(message.prompt)
-            return self.tokenizer.encode(message.prompt)
-        return self.chat_ids(message.messages or [], message.add_generation_prompt, message.chat_template_kwargs)
-
-    def check_ids(self, ids: list[int], name: str) -> None:
-        if ids and (min(ids) < 0 or max(ids) >= self.vocab_size):
-            raise InvalidRequest(f"token ids must be between 0 and {self.vocab_size - 1}", name)
-
-    def check_length(self, text: str) -> None:
-        if len(text) > self.max_model_len * LONGEST_TOKEN:
-            raise PromptTooLong(f"{len(text)} characters cannot fit {self.max_model_len} tokens", "prompt")
-
-    def chat_ids(self, messages: list[dict[str, Any]], prompt_follows: bool, variables: dict[str, Any]) -> list[int]:
-        conversation = text_messages(messages)
-        self.check_length("".join(message["content"] for message in conversation))
-        reserved = {"messages", "add_generation_prompt"} & set(variables)
-        if reserved:
-            raise InvalidRequest(f"chat_template_kwargs must not name {min(reserved)}", "chat_template_kwargs")
-        return self.tokenizer.chat(conversation, prompt_follows, **variables)
-
     def abort(self, client: bytes, message: Abort) -> None:
         number = self.labels.get((client, message.id))
         if number is not None:
@@ -217,20 +188,12 @@ class TokenizerLoop:
             self.fail(number, Aborted("the request was aborted"))
 
     def tokenize(self, client: bytes, message: Tokenize) -> None:
-        if (message.text is None) == (message.messages is None):
-            raise InvalidRequest("exactly one of text and messages is needed", "text")
-        if message.text is not None:
-            self.check_length(message.text)
-            ids = self.tokenizer.encode(message.text, message.add_special_tokens)
-        else:
-            ids = self.chat_ids(message.messages or [], True, {})
-        self.public.send(client, Tokenized(message.id, ids))
+        self.public.send(client, Tokenized(message.id, self.prompts.tokenize(message)))
 
     def detokenize(self, client: bytes, message: Detokenize) -> None:
-        self.check_ids(message.ids, "ids")
-        self.public.send(
-            client, Detokenized(message.id, self.tokenizer.decode(message.ids, message.skip_special_tokens))
-        )
+        self.prompts.check_ids(message.ids, "ids")
+        text = self.tokenizer.decode(message.ids, message.skip_special_tokens)
+        self.public.send(client, Detokenized(message.id, text))
 
     def models(self, client: bytes, message: Models) -> None:
         self.public.send(client, ModelList(message.id, [self.name]))

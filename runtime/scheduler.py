@@ -11,43 +11,17 @@ from __future__ import annotations
 import heapq
 from collections import deque
 from dataclasses import dataclass, replace
-from dataclasses import field as dataclass_field
 
 import numpy as np
 from numpy.typing import NDArray
 
-from runtime.block_pool import BlockPool
-from runtime.prefix_cache import ROOT, PrefixCache
+from runtime.limits import Limits
+from runtime.pages import Growth, SlotPages
 from runtime.request import AdmissionError, Finish, Request
 from runtime.slots import Slots, SlotState
 from runtime.step import ID_DTYPE, SLOT_DTYPE, SlotAdmission, StepPlan
 
 I32 = NDArray[np.int32]
-
-
-@dataclass(frozen=True)
-class Limits:
-    """What a scheduler may use. Raises `ValueError` where the numbers contradict one another."""
-
-    num_blocks: int  # KV pages, scratch page 0 included
-    block_size: int = 16
-    max_model_len: int = 2048  # tokens of a request, prompt and output
-    max_num_seqs: int = 64  # rows of a step
-    max_num_batched_tokens: int = 2048  # tokens of a step
-    max_num_queued: int | None = None  # waiting requests; None: no limit
-    depth: int = 1  # steps planned past the last result
-    prefix_cache: bool = True
-    num_slots: int | None = None  # tests only; default 1 + (1 + depth) * max_num_seqs
-
-    def __post_init__(self) -> None:
-        if self.max_num_batched_tokens < self.max_num_seqs:
-            raise ValueError("max_num_batched_tokens must be at least max_num_seqs, a token for each row")
-        if self.max_model_len > (self.num_blocks - 1) * self.block_size:
-            raise ValueError(f"max_model_len {self.max_model_len} does not fit {self.num_blocks - 1} KV pages")
-
-    @property
-    def slots(self) -> int:
-        return self.num_slots or 1 + (1 + self.depth) * self.max_num_seqs
 
 
 @dataclass(frozen=True)
@@ -72,14 +46,6 @@ class Outputs:
     started: list[tuple[int, int, int]]  # (request, source, cached tokens) of those whose first row this was
 
 
-@dataclass
-class Growth:
-    """Pages taken while a step is planned: whose, and which."""
-
-    owners: list[I32] = dataclass_field(default_factory=list)
-    pages: list[I32] = dataclass_field(default_factory=list)
-
-
 class Scheduler:
     """Plans steps for one worker. `limits` is fixed for its life."""
 
@@ -87,7 +53,8 @@ class Scheduler:
         self.limits = limits
         self.epoch = epoch
         self.slots = Slots(limits.slots, limits.max_model_len, limits.block_size)
-        self.cache = PrefixCache(BlockPool(limits.num_blocks), limits.block_size, limits.prefix_cache)
+        self.pages = SlotPages(self.slots, limits)
+        self.cache = self.pages.cache
         self.records: deque[StepRecord] = deque()
         self.active: I32 = np.zeros(0, np.int32)  # slots that need further rows, by (priority, arrival)
         self.num_preemptions = 0
@@ -162,7 +129,7 @@ class Scheduler:
             return None
         growth = Growth()
         slots, lens, starved = self._running_rows()
-        self._grow(slots, lens, growth)
+        self.pages.grow(slots, lens, growth)
         admissions: list[SlotAdmission] = []
         if not starved:
             budget = self.limits.max_num_batched_tokens - int(lens.sum())
@@ -177,7 +144,7 @@ class Scheduler:
         """
         while True:
             slots, lens = self._share_budget()
-            need = np.cumsum(self._pages_needed(slots, lens))
+            need = np.cumsum(self.pages.needed(slots, lens))
             fits = need <= self.cache.num_available
             if fits.all():
                 return slots, lens, False
@@ -198,19 +165,10 @@ class Scheduler:
         lens[prefill] = np.clip(budget - before, 0, want[prefill])
         return slots[lens > 0], lens[lens > 0]
 
-    def _pages_needed(self, slots: I32, lens: I32) -> I32:
-        tokens = self.slots.num_computed[slots] + lens
-        pages: I32 = np.maximum(-(-tokens // self.limits.block_size) - self.slots.num_pages[slots], 0)
-        return pages
-
     def _promised(self) -> int:
         """Pages that come back without preempting: those of marked slots and of slots planned to their end."""
         leaving = (set(self._running.values()) - set(self.active.tolist())) | set(self._marked)
-        return sum(int((self.cache.pool.refs[self._held(slot)] == 1).sum()) for slot in leaving)
-
-    def _held(self, slot: int) -> I32:
-        held: I32 = self.slots.pages[slot, : self.slots.num_pages[slot]]
-        return held
+        return sum(int((self.cache.pool.refs[self.pages.held(slot)] == 1).sum()) for slot in leaving)
 
     def _admit_waiting(self, budget: int, growth: Growth, admissions: list[SlotAdmission]) -> tuple[I32, I32]:
         """Start waiting requests while rows, slots, tokens and pages for their whole prompt are to be had."""
@@ -228,7 +186,7 @@ class Scheduler:
             slots.append(self._start(request, prefix, admissions))
             lens.append(min(budget, len(ids) - len(prefix) * self.limits.block_size))
             budget -= lens[-1]
-            self._grow(np.array(slots[-1:], np.int32), np.array(lens[-1:], np.int32), growth)
+            self.pages.grow(np.array(slots[-1:], np.int32), np.array(lens[-1:], np.int32), growth)
         if slots:
             self.active = self._ordered(np.concatenate((self.active, np.array(slots, np.int32))))
         return np.array(slots, np.int32), np.array(lens, np.int32)
@@ -261,33 +219,6 @@ class Scheduler:
 
     def _ordered(self, slots: I32) -> I32:
         return slots[np.lexsort((self.slots.arrival[slots], self.slots.priority[slots]))]
-
-    def _grow(self, slots: I32, lens: I32, growth: Growth) -> None:
-        """Take the pages that the rows need and let the prefix cache know of prompt pages that this step fills."""
-        need = self._pages_needed(slots, lens)
-        field = self.slots
-        owners = np.repeat(slots, need)
-        pages = self.cache.take(len(owners))
-        within = np.arange(len(owners)) - np.repeat(np.cumsum(need) - need, need)
-        field.pages[owners, field.num_pages[owners] + within] = pages
-        field.num_pages[slots] += need
-        growth.owners.append(owners)
-        growth.pages.append(pages)
-        for row in np.flatnonzero(field.num_computed[slots] < field.num_prefill[slots]):
-            slot = int(slots[row])
-            filled = min(int(field.num_computed[slot] + lens[row]), int(field.num_prefill[slot]))
-            self._cache_pages(slot, filled // self.limits.block_size)
-
-    def _cache_pages(self, slot: int, whole: int) -> None:
-        """Insert the slot's first `whole` pages, so far as they are not there yet."""
-        field, size = self.slots, self.limits.block_size
-        known = int(field.num_cached[slot])
-        if known < 0 or whole <= known:
-            return
-        parent = int(field.pages[slot, known - 1]) if known else ROOT
-        ids = field.tokens[slot, known * size : whole * size]
-        taken = self.cache.insert(parent, field.pages[slot, known:whole], ids)
-        field.num_cached[slot] = whole if taken == whole - known else -1
 
     def _build(self, slots: I32, lens: I32, growth: Growth, admissions: list[SlotAdmission]) -> StepPlan:
         """Book the rows as planned and write them down."""
@@ -380,9 +311,7 @@ class Scheduler:
     def _free(self, slot: int) -> None:
         """The one place where a slot and its pages return; a preempted request returns to the queue."""
         field = self.slots
-        written = min(int(field.num_computed[slot]), int(field.committed[slot]) - 1)
-        self._cache_pages(slot, written // self.limits.block_size)
-        self.cache.release(self._held(slot))
+        self.pages.release(slot)
         if field.state[slot] == SlotState.PREEMPTING:
             self._requeue(slot)
         field.state[slot] = SlotState.FREE

@@ -11,9 +11,10 @@ from numpy.typing import NDArray
 
 from runtime.batch import SlotTables
 from runtime.device.sim import SimDevice
+from runtime.limits import Limits
 from runtime.request import NO_IDS, Finish, Request
 from runtime.sampling import Sampling
-from runtime.scheduler import Limits, Scheduler
+from runtime.scheduler import Scheduler
 from runtime.step import StepPlan, StepResult
 
 I32 = NDArray[np.int32]

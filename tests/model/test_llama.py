@@ -12,11 +12,12 @@ import transformers
 from runtime.attention.cpu import CpuAttention
 from runtime.batch import SlotTables
 from runtime.kv_cache import KVCache
+from runtime.limits import Limits
 from runtime.model.config import ModelConfig, parse_config
 from runtime.model.llama import Llama
 from runtime.request import NO_IDS, Request
 from runtime.sampling import Sampling
-from runtime.scheduler import Limits, Scheduler
+from runtime.scheduler import Scheduler
 
 SHAPE: dict[str, Any] = {
     "vocab_size": 97,

@@ -15,11 +15,11 @@ import torch
 
 import runtime.device.cpu as cpu
 from runtime.batch import SampleBatch, SlotTables
+from runtime.limits import Limits
 from runtime.model.config import ModelConfig
 from runtime.model.llama import Llama
 from runtime.model.weights import expected_shapes
 from runtime.request import Request
-from runtime.scheduler import Limits
 from tests.fakes import Answer, Engine, request
 
 CONFIG = ModelConfig("LlamaForCausalLM", 64, 32, 48, 2, 4, 2, 8, 128, 1e-5, 1e4)

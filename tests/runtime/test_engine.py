@@ -9,8 +9,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from runtime.limits import Limits
 from runtime.request import AdmissionError, Finish, Request
-from runtime.scheduler import Limits
 from tests.fakes import Answer, Engine, request
 
 ROOMY = Limits(num_blocks=512, block_size=4, max_model_len=128, max_num_seqs=8, max_num_batched_tokens=64)
