@@ -44,6 +44,7 @@ class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, om
             ("top_p", self.top_p is None or 0 < self.top_p <= 1, "above 0, at most 1"),
             ("min_p", self.min_p is None or 0 <= self.min_p <= 1, "between 0 and 1"),
             ("max_tokens", self.max_tokens is None or self.max_tokens >= 1, "at least 1"),
+            ("seed", (self.seed or 0) < 2**64, "below 2**64"),
             ("min_tokens", 0 <= self.min_tokens <= (self.max_tokens or infinity), "between 0 and max_tokens"),
             ("stop", "" not in self.stop and len(self.stop) <= 64, "at most 64 strings, none of them empty"),
             ("stop_token_ids", all(0 <= i < 2**31 for i in self.stop_token_ids), "token ids"),
@@ -206,8 +207,9 @@ def decode_from_client(frame: bytes) -> FromClient:
     except msgspec.ValidationError as error:
         words = str(error)
         param = words.rpartition(" - at `$.")[2].rstrip("`") if " - at `$." in words else None
-        if "unknown field `" in words:
-            param = words.split("unknown field `")[1].split("`")[0]
+        for before in ("unknown field `", "missing required field `"):
+            if before in words:
+                param = words.split(before)[1].split("`")[0]
         raise InvalidRequest(words, param) from None
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError, ValueError) as error:
         raise InvalidRequest(f"the message cannot be read: {error}") from None

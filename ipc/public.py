@@ -6,6 +6,7 @@ behind, or has gone, is reported by `flush` and forgotten.
 
 from __future__ import annotations
 
+import os
 from urllib.parse import urlsplit
 
 import zmq
@@ -18,7 +19,9 @@ LOOPBACK = ("127.0.0.1", "[::1]", "localhost")
 
 
 class PublicSocket:
-    """Bound to `wanted`; with a TCP port, tokenizer `index` takes that port + index. `address` is what was bound.
+    """Bound to `wanted`; tokenizer `index` above 0 takes that TCP port + index, or that path with the index behind it.
+
+    `address` is what was bound.
 
     Raises `ValueError` for an address beyond the loopback, `OSError` for one that is taken.
     """
@@ -99,7 +102,10 @@ class PublicSocket:
 def _checked(wanted: str, index: int) -> str:
     parts = urlsplit(wanted)
     if parts.scheme == "ipc":
-        return wanted
+        path = wanted.removeprefix("ipc://") + (f".{index}" if index else "")
+        if os.path.exists(path):
+            raise ValueError("the path exists already")
+        return f"ipc://{path}"
     host, _, port = parts.netloc.rpartition(":")
     if parts.scheme != "tcp" or not (port == "*" or port.isdecimal()):
         raise ValueError("it is neither ipc://PATH nor tcp://HOST:PORT")

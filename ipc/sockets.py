@@ -6,6 +6,7 @@ is counted and dropped; it never ends a loop.
 
 from __future__ import annotations
 
+import math
 import os
 from typing import Any, Generic, TypeVar
 
@@ -14,6 +15,7 @@ import zmq
 
 T = TypeVar("T")
 HIGH_WATER = 10_000  # messages queued before a sender waits
+MAX_FRAME = 256 << 20  # bytes; more closes the connection
 
 
 class Sender(Generic[T]):
@@ -51,7 +53,7 @@ class Receiver(Generic[T]):
 
     def receive(self, timeout: float) -> T | None:
         """The next message, or None when none has come within `timeout` seconds."""
-        while not timeout or self.socket.poll(int(timeout * 1000)):
+        while not timeout or self.socket.poll(math.ceil(timeout * 1000)):
             try:
                 return self._decoder.decode(self.socket.recv(zmq.NOBLOCK))
             except zmq.Again:
@@ -67,6 +69,7 @@ class Receiver(Generic[T]):
 def _socket(kind: int) -> zmq.Socket[bytes]:
     socket: zmq.Socket[bytes] = zmq.Context.instance().socket(kind)
     socket.set(zmq.LINGER, 0)
+    socket.set(zmq.MAXMSGSIZE, MAX_FRAME)
     socket.set(zmq.SNDHWM, HIGH_WATER)
     socket.set(zmq.RCVHWM, HIGH_WATER)
     return socket

@@ -65,23 +65,31 @@ class TokenTable:
         """Before a step runs: its sampling `rows` hold nothing yet, and the ring entry is now this step's."""
         entry = step % self.shape.ring
         self.ids[entry, rows] = -1
-        self.count[entry, rows] = 0
+        self.count[entry] = 0  # of every row: one that does not sample in this step must not show an older step's ids
         self.stamp[entry] = step
 
     def publish(self, step: int, rows: I32, slots: I32, ids: I32) -> None:
-        """Write `ids`, int32[S, k] with k <= width, for `rows`, and the last of each row to `next[slots]`."""
-        entry = step % self.shape.ring
+        """Write `ids`, int32[S, k] with k <= width, for `rows`, and the last of each row to `next[slots]`.
+
+        Slot 0 is padding's: `next[0]` stays 0. Raises `TableError` for a step whose ring entry was not poisoned for it.
+        """
+        entry = self._entry(step)
         self.ids[entry, rows, : ids.shape[1]] = ids
         self.count[entry, rows] = ids.shape[1]
-        self.next[slots] = ids[:, -1]
+        self.next[slots] = np.where(slots == 0, 0, ids[:, -1])
 
     def read(self, step: int, rows: I32) -> tuple[I32, I32]:
         """(int32[S, width], counts int32[S]) of a finished step. Raises `TableError` on a stale or poisoned entry."""
+        entry = self._entry(step)
+        ids: I32 = self.ids[entry, rows]
+        counts: I32 = self.count[entry, rows]
+        missing = (ids < 0) & (np.arange(self.shape.width) < counts[:, None])
+        if (counts < 1).any() or missing.any():
+            raise TableError(f"ids of step {step} were read before they were written")
+        return ids, counts
+
+    def _entry(self, step: int) -> int:
         entry = step % self.shape.ring
         if self.stamp[entry] != step:
             raise TableError(f"ids of step {step} wanted, the ring holds step {self.stamp[entry]}")
-        ids: I32 = self.ids[entry, rows]
-        counts: I32 = self.count[entry, rows]
-        if (counts < 1).any() or (ids[:, 0] < 0).any():
-            raise TableError(f"ids of step {step} were read before they were written")
-        return ids, counts
+        return entry

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from dataclasses import dataclass
 from typing import Any
@@ -31,6 +32,8 @@ from runtime.request import AdmissionError, Request
 from runtime.sampling import Sampling
 from runtime.scheduler import Outputs, Scheduler
 from runtime.step import StepPlan, StepResult
+
+log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -122,6 +125,8 @@ class SchedulerLoop:
         while (message := self.requests.receive(0)) is not None:
             if isinstance(message, Cancel):
                 self.engine.cancel(message.request)
+            elif message.tokenizer >= len(self.tokenizers):
+                log.warning("dropped a message of tokenizer %d, which there is not", message.tokenizer)
             elif isinstance(message, AskLoad):
                 self.tokenizers[message.tokenizer].send(Load(self.index, message.ask, self.figures()))
             else:
@@ -134,6 +139,8 @@ class SchedulerLoop:
             self.engine.admit(self.resolve(message))
         except AdmissionError as error:
             self.tokenizers[message.tokenizer].send(Rejected(message.request, error.code, str(error), error.param))
+        except (ValueError, OverflowError) as error:  # arrays that are none, numbers no engine has
+            log.warning("dropped an admission that cannot be read: %s", error)
 
     def resolve(self, message: Admit) -> Request:
         """The caller's wishes turned into what the engine does. Raises `AdmissionError` for ids that cannot be."""

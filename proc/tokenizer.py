@@ -80,7 +80,7 @@ class TokenizerLoop:
     def __init__(self, spec: ProcessSpec, index: int) -> None:
         self.spec, self.index = spec, index
         self.inbox: Receiver[ToTokenizer] = Receiver(address(spec.run_dir, "tokenizer", index, "in"), ToTokenizer)
-        self.public = _public(spec.settings.zmq_address or address(spec.run_dir, "tokenizer", index, "public"), index)
+        self.public = _public(spec, index)
         self.schedulers: list[Sender[ToScheduler]] = [
             Sender(address(spec.run_dir, "scheduler", n, "in")) for n in range(spec.num_schedulers)
         ]
@@ -335,8 +335,11 @@ class TokenizerLoop:
             scheduler.close()
 
 
-def _public(wanted: str, index: int) -> PublicSocket:
+def _public(spec: ProcessSpec, index: int) -> PublicSocket:
     """Raises `UsageError` for an address that cannot be had."""
+    wanted = spec.settings.zmq_address
+    if wanted is None:
+        return PublicSocket(address(spec.run_dir, "tokenizer", index, "public"))
     try:
         return PublicSocket(wanted, index)
     except (ValueError, zmq.ZMQError) as error:

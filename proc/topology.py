@@ -34,9 +34,11 @@ class Topology:
 
 def parse(procs: str) -> Topology:
     """Read `--procs`. Raises `UsageError` with the reason for a layout that cannot be met."""
-    if procs.strip().lstrip("+-").isdigit():
-        return _by_number(int(procs))
-    return _by_role(_counts(procs))
+    try:
+        number = int(procs)
+    except ValueError:
+        return _by_role(_counts(procs))
+    return _by_number(number)
 
 
 def _by_number(number: int) -> Topology:

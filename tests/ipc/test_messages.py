@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from pathlib import Path
 from typing import Any, get_args
 
@@ -107,7 +108,7 @@ def test_the_page_names_every_type_and_field() -> None:
         ({"type": "generate", "id": "1", "sampling": {"temperature": "hot"}}, "sampling.temperature"),
         ({"type": "generate", "id": "1", "sampling": {"beam": 2}}, "beam"),
         ({"type": "generate", "id": "1", "sampling": {"seed": -1}}, "sampling.seed"),
-        ({"type": "abort"}, None),
+        ({"type": "abort"}, "id"),
         ({"type": "dance", "id": "1"}, "type"),
     ],
 )
@@ -125,6 +126,19 @@ def test_random_bytes_are_refused_and_nothing_else(frame: bytes) -> None:
         decode_from_client(frame)
     except InvalidRequest:
         label_of(frame)
+
+
+def test_mutated_messages_are_read_or_refused() -> None:
+    draw = random.Random(1)
+    seeds = [encode(message) for message in GOLDEN.values() if not isinstance(message, get_args(ToClient))]
+    for _ in range(20_000):
+        frame = bytearray(draw.choice(seeds))
+        for _ in range(draw.randint(1, 4)):
+            frame[draw.randrange(len(frame))] = draw.choice((draw.randrange(256), 0x81, 0xC7, 0xD7, 0xC1, 0xDF))
+        try:
+            decode_from_client(bytes(frame))
+        except InvalidRequest:
+            label_of(bytes(frame))
 
 
 @pytest.mark.parametrize("frame", [b"\x91" * 5000, b"\x81\xa1x" * 5000, b"\xa2\xed\xa0", b"\xdf\xff\xff\xff\xff"])

@@ -18,7 +18,8 @@ from ipc import errors
 from ipc.async_client import AsyncClient
 from ipc.client import Client
 from ipc.endpoints import discover
-from ipc.messages import decode_to_client
+from ipc.messages import Admit, SamplingParams, decode_to_client
+from ipc.sockets import Sender
 from proc.settings import Settings, UsageError
 from proc.supervisor import Supervisor
 
@@ -176,7 +177,7 @@ BAD: list[tuple[dict[str, Any], type[errors.SidestepError], str | None]] = [
     ({"prompt": "x", "stop_token_ids": [9999]}, errors.InvalidRequest, "stop_token_ids"),
     ({"prompt": "x", "n": 2}, errors.InvalidRequest, "n"),
     ({"prompt": "x", "seed": -1}, errors.InvalidRequest, "seed"),
-    ({"prompt": "x", "seed": 2**70}, errors.InvalidRequest, None),
+    ({"prompt": "x", "seed": 2**70}, errors.InvalidRequest, "seed"),
     ({"prompt": "x\ud800"}, errors.InvalidRequest, None),
     ({"prompt": "x", "model": "other"}, errors.ModelNotFound, "model"),
     ({}, errors.InvalidRequest, "prompt"),
@@ -299,6 +300,31 @@ def test_tcp_and_discovery(run_dir: Path) -> None:
             assert client.generate("x", max_tokens=2, ignore_eos=True).usage.completion_tokens == 2
     with pytest.raises(errors.CannotConnect, match="none"):
         Client()
+
+
+def test_a_chosen_path_is_not_stolen(tmp_path: Path) -> None:
+    wanted = f"ipc://{tmp_path}/front"
+    with start(zmq_address=wanted, procs="4") as server:
+        assert server.addresses == [wanted, f"{wanted}.1"]
+        with pytest.raises(UsageError, match="exists already"):
+            start(zmq_address=wanted)
+        with Client(server.addresses[1]) as client:
+            assert client.models() == ["sim"]
+
+
+def test_what_cannot_be_read_inside_is_dropped(server: Supervisor, client: Client) -> None:
+    folder = Path(server.addresses[0].removeprefix("ipc://")).parent
+    scheduler: Sender[Any] = Sender(f"ipc://{folder}/scheduler0.0.in")
+    huge = SamplingParams(stop_token_ids=[2**64 - 1])
+    for message in (
+        Admit(1, 0, b"abc", b"", SamplingParams(), 0),
+        Admit(2, 0, b"\0\0\0\0", b"", huge, 0),
+        Admit(3, 99, b"\0\0\0\0", b"", SamplingParams(), 0),
+        {"not": "a message"},
+    ):
+        scheduler.send(message)
+    assert client.generate("x", max_tokens=2, ignore_eos=True).usage.completion_tokens == 2
+    scheduler.close()
 
 
 def test_starts_that_must_fail() -> None:
