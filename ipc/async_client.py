@@ -26,6 +26,9 @@ from ipc.messages import (
     StatusReply,
     Tokenize,
     Tokenized,
+    Trace,
+    TraceReply,
+    Track,
 )
 
 R = TypeVar("R")
@@ -146,6 +149,14 @@ class AsyncClient:
         """Figures of the schedulers, summed over the replicas."""
         return (await self._ask(Status, StatusReply)).status
 
+    async def trace(self) -> list[Track]:
+        """The times of the last steps in each role."""
+        replies = [
+            await self._answer(line, await self._send(line, Trace(line.exchange.label())), TraceReply)
+            for line in list(self._lines)
+        ]
+        return list({track.role: track for reply in replies for track in reply.tracks}.values())
+
     async def _whole(
         self,
         prompt: str | list[int] | None,
@@ -155,13 +166,14 @@ class AsyncClient:
     ) -> Completion:
         line = self._line()
         message = generate_message(line.exchange.label(), False, prompt, messages, wishes)
-        return completion(await self._answer(line, await self._send(line, message), Done, timeout or self.timeout))
+        return completion(await self._answer(line, await self._send(line, message), Done, timeout))
 
     async def _ask(self, make: Callable[[str], FromClient], kind: type[R]) -> R:
         line = self._line()
-        return await self._answer(line, await self._send(line, make(line.exchange.label())), kind, self.timeout)
+        return await self._answer(line, await self._send(line, make(line.exchange.label())), kind)
 
-    async def _answer(self, line: AsyncLine, pending: Pending, kind: type[R], timeout: float) -> R:
+    async def _answer(self, line: AsyncLine, pending: Pending, kind: type[R], timeout: float | None = None) -> R:
+        timeout = timeout or self.timeout
         try:
             await line.until(lambda: pending.over, timeout, TimedOut(f"no answer within {timeout:.0f} s"))
         except (TimedOut, asyncio.CancelledError):

@@ -26,6 +26,9 @@ from ipc.messages import (
     StatusReply,
     Tokenize,
     Tokenized,
+    Trace,
+    TraceReply,
+    Track,
 )
 
 SLICE = 0.05  # seconds one thread waits on the sockets before another may
@@ -132,6 +135,13 @@ class Client:
         """Figures of the schedulers, summed over the replicas."""
         return self._ask(Status, StatusReply).status
 
+    def trace(self) -> list[Track]:
+        """The times of the last steps in each role."""
+        with self._lock:
+            lines = list(self._lines)
+        replies = [self._answer(line, self._send(line, Trace(line.exchange.label())), TraceReply) for line in lines]
+        return list({track.role: track for reply in replies for track in reply.tracks}.values())
+
     def _whole(
         self,
         prompt: str | list[int] | None,
@@ -141,14 +151,15 @@ class Client:
     ) -> Completion:
         line = self._line()
         message = generate_message(line.exchange.label(), False, prompt, messages, wishes)
-        return completion(self._answer(line, self._send(line, message), Done, timeout or self.timeout))
+        return completion(self._answer(line, self._send(line, message), Done, timeout))
 
     def _ask(self, make: Callable[[str], FromClient], kind: type[R]) -> R:
         line = self._line()
-        return self._answer(line, self._send(line, make(line.exchange.label())), kind, self.timeout)
+        return self._answer(line, self._send(line, make(line.exchange.label())), kind)
 
-    def _answer(self, line: Line, pending: Pending, kind: type[R], timeout: float) -> R:
+    def _answer(self, line: Line, pending: Pending, kind: type[R], timeout: float | None = None) -> R:
         """The one reply of a request. Raises its error, or `TimedOut`, after which it is aborted."""
+        timeout = timeout or self.timeout
         try:
             self._until(lambda: pending.over, timeout, TimedOut(f"no answer within {timeout:.0f} s"))
         except TimedOut:

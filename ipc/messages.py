@@ -110,6 +110,12 @@ class Status(Public, frozen=True, tag="status"):
     id: str
 
 
+class Trace(Public, frozen=True, tag="trace"):
+    """The times of the last steps."""
+
+    id: str
+
+
 class Ping(Public, frozen=True, tag="ping"):
     id: str
 
@@ -188,12 +194,25 @@ class StatusReply(Public, frozen=True, tag="status_reply"):
     status: dict[str, Any]
 
 
+class Track(msgspec.Struct, frozen=True):
+    """What one role remembers of its last steps; times are nanoseconds of the machine's CLOCK_MONOTONIC."""
+
+    role: str  # such as scheduler0
+    columns: list[str]
+    rows: list[list[int]]
+
+
+class TraceReply(Public, frozen=True, tag="trace_reply"):
+    id: str
+    tracks: list[Track]  # of all schedulers and of the tokenizer that answers
+
+
 class Pong(Public, frozen=True, tag="pong"):
     id: str
 
 
-FromClient = Hello | Generate | Abort | Tokenize | Detokenize | Models | Status | Ping
-ToClient = Welcome | Chunks | Done | Error | Tokenized | Detokenized | ModelList | StatusReply | Pong
+FromClient = Hello | Generate | Abort | Tokenize | Detokenize | Models | Status | Trace | Ping
+ToClient = Welcome | Chunks | Done | Error | Tokenized | Detokenized | ModelList | StatusReply | TraceReply | Pong
 _decoder = msgspec.msgpack.Decoder(FromClient)
 _client_decoder = msgspec.msgpack.Decoder(ToClient)
 _encoder = msgspec.msgpack.Encoder()
@@ -261,11 +280,12 @@ class Cancel(msgspec.Struct, frozen=True, tag=True, array_like=True):
     request: U64
 
 
-class AskLoad(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """A tokenizer wants the replica's figures for a status."""
+class Ask(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """A tokenizer wants the replica's figures for a status, or its last steps for a trace."""
 
     tokenizer: U64
     ask: U64
+    steps: bool = False
 
 
 class Started(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -278,6 +298,8 @@ class Started(msgspec.Struct, frozen=True, array_like=True, gc=False):
 class TokenBatch(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """The tokens of one step for one tokenizer, a row each."""
 
+    scheduler: int
+    step: int
     requests: bytes  # <u8
     offsets: bytes  # <i4: index of the token among its request's output; receivers drop what they have
     ids: bytes  # <i4
@@ -306,12 +328,14 @@ class ReplicaReady(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class Load(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """A replica's figures, answering `AskLoad`."""
+    """What a replica answers to `Ask`: its figures, or a row for each of its last steps."""
 
     scheduler: int
     ask: int
     figures: dict[str, float]
+    columns: list[str] = []
+    rows: list[list[int]] = []
 
 
-ToScheduler = Admit | Cancel | AskLoad
+ToScheduler = Admit | Cancel | Ask
 ToTokenizer = TokenBatch | Rejected | ReplicaReady | Load

@@ -60,6 +60,12 @@ def parser() -> Parser:
         command.set_defaults(run=run)
         if name == "generate":
             command.add_argument("--prompt", required=True, help="the text to continue")
+    traced = commands.add_parser(
+        "trace", help="write the last steps of a running server, all processes on one time axis"
+    )
+    traced.add_argument("--address", help="of the server (default: the one running)")
+    traced.add_argument("--output", default="trace.json", help="Chrome's trace format, which Perfetto opens")
+    traced.set_defaults(run=_trace)
     _add_bench(commands)
     return top
 
@@ -77,6 +83,12 @@ def _add_bench(commands: Any) -> None:
     step.add_argument("--steps", type=int, default=200)
     step.add_argument("--json", action="store_true", help="only the JSON lines")
     step.set_defaults(run=_bench_step)
+
+
+def _trace(given: argparse.Namespace) -> int:
+    from proc.trace import main as trace
+
+    return trace(given)
 
 
 def _bench_serving(given: argparse.Namespace) -> int:

@@ -41,7 +41,9 @@ class Live:
         self.client, self.message, self.prompt, self.seed = client, message, prompt, seed
         self.text = TextStream(bytes_of, wishes.stop, wishes.include_stop_str_in_output, before, wishes.min_tokens)
         self.ids = list(message.output_ids)
-        self.stop = self.text.push(self.ids).stop  # replayed: the client has this text
+        for token in self.ids:  # replayed: the client has this text
+            self.text.push(token)
+        self.stop = self.text.stop
         self.shown: list[str] = []  # of an answer that is not streamed
         self.replica = self.cached = self.first = 0
         self.arrived = time.monotonic_ns()
@@ -59,21 +61,23 @@ class Live:
     def started(self, started: Started) -> None:
         self.cached = started.cached_tokens
 
-    def push(self, token: int, finish: Finish, now: int) -> Chunk | None:
+    def push(self, token: int, finish: int, now: int) -> Chunk | None:
         """Take the next token; the chunk to send, or None for an answer that is not streamed. May set `stop`."""
         self.first = self.first or now
-        hidden = finish == Finish.STOP and not self.message.sampling.include_stop_str_in_output
-        piece = None if hidden else self.text.push((token,))
+        shown = self._end(token, finish) if finish else self.text.push(token)
+        self.stop = self.text.stop
+        offset = len(self.ids)
         self.ids.append(token)
-        shown = piece.text if piece else ""
-        self.stop = piece.stop if piece else None
-        if finish != Finish.NONE and self.stop is None:
-            rest = self.text.finish()
-            shown, self.stop = shown + rest.text, rest.stop
         if not self.message.stream:
             self.shown.append(shown)
             return None
-        return Chunk(self.message.id, len(self.ids) - 1, shown, [token])
+        return Chunk(self.message.id, offset, shown, [token])
+
+    def _end(self, token: int, finish: int) -> str:
+        """The text that the last token brings; one that stops the request is not shown unless that was asked for."""
+        hidden = finish == Finish.STOP and not self.message.sampling.include_stop_str_in_output
+        shown = "" if hidden else self.text.push(token)
+        return shown if self.text.stop is not None else shown + self.text.finish()
 
     def done(self, reason: str, stop: int | str | None) -> Done:
         message, now = self.message, time.monotonic_ns()

@@ -14,7 +14,10 @@ from ipc.token_table import TokenTable
 from proc.settings import Settings, UsageError
 from runtime.batch import SlotTables
 from runtime.device.base import Device, DeviceInfo
-from runtime.device.sim import SimDevice
+from runtime.device.launch import launch_work
+from runtime.device.roofline import roofline
+from runtime.device.sim import HashModel, SimDevice
+from runtime.device.timed import TimedSimDevice
 from runtime.tokenizer import ByteTokenizer
 
 SIM_BLOCKS, SIM_MODEL_LEN = 8192, 4096
@@ -28,7 +31,7 @@ class Built:
 
 def build(settings: Settings, folder: str, table: TokenTable) -> Built:
     """Raises `UsageError` or `runtime.model.config.ConfigError` with one clear line."""
-    return _sim(settings, folder, table) if settings.device == "sim" else _cpu(settings, Path(folder), table)
+    return _sim(settings, folder, table) if settings.simulated else _cpu(settings, Path(folder), table)
 
 
 def num_slots(settings: Settings) -> int:
@@ -56,12 +59,22 @@ def _tables(settings: Settings, longest: int) -> SlotTables:
 
 
 def _sim(settings: Settings, folder: str, table: TokenTable) -> Built:
+    """Without a model folder the vocabulary is bytes; with a timing, memory and context are those of what it names."""
     config = json.loads((Path(folder) / "config.json").read_text()) if folder else {}
     vocab = config.get("vocab_size", ByteTokenizer.vocab_size)
-    blocks = settings.num_blocks or SIM_BLOCKS
-    longest = model_len(settings, config.get("max_position_embeddings", SIM_MODEL_LEN), blocks)
-    device = SimDevice(_tables(settings, longest), table, blocks, vocab)
-    return Built(device, DeviceInfo(blocks, longest, vocab, 0, 0, True, "simulated device, untimed"))
+    timing = roofline(settings.timing) if settings.timing else None
+    blocks = settings.num_blocks or (timing.kv_tokens // settings.block_size if timing else SIM_BLOCKS)
+    made_for = timing.model.max_model_len if timing else config.get("max_position_embeddings", SIM_MODEL_LEN)
+    longest = model_len(settings, made_for, blocks)
+    model = HashModel(_tables(settings, longest), table, blocks, vocab)
+    if timing is None:
+        return Built(SimDevice(model), DeviceInfo(blocks, longest, vocab, 0, 0, True, "simulated device, untimed"))
+    launch_ms = timing.model.launch_ms if settings.sim_launch_ms is None else settings.sim_launch_ms
+    work = launch_work(settings.sim_launch_work, launch_ms)
+    words = f"simulated {timing.name}, {launch_ms:g} ms of {settings.sim_launch_work} work per launch"
+    kv_bytes = int(blocks * settings.block_size * timing.model.kv_bytes_per_token)
+    info = DeviceInfo(blocks, longest, vocab, timing.weight_bytes, kv_bytes, True, words)
+    return Built(TimedSimDevice(model, timing, work), info)
 
 
 def _cpu(settings: Settings, folder: Path, table: TokenTable) -> Built:

@@ -28,7 +28,7 @@ def cache() -> Path:
 def prepare(settings: Settings, tell: Tell) -> str:
     """The model's folder; "" for a simulated device that was given no model. Raises `UsageError`."""
     name = settings.model
-    if settings.device == "sim" and name == Settings.model:
+    if settings.simulated and name == Settings.model:
         return ""
     if name == "smollm2":
         return str(_smollm2(tell))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import time
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -12,7 +11,7 @@ import numpy as np
 from ipc.endpoints import address
 from ipc.messages import (
     Admit,
-    AskLoad,
+    Ask,
     Cancel,
     Load,
     Rejected,
@@ -24,6 +23,7 @@ from ipc.messages import (
 )
 from ipc.sockets import Receiver, Sender
 from ipc.token_table import TokenTable
+from proc.device_clock import COLUMNS, DeviceClock
 from proc.role import Command, Poller, ProcessSpec
 from proc.worker import table_shape
 from runtime.device.base import DeviceInfo
@@ -36,30 +36,15 @@ from runtime.step import StepPlan, StepResult
 log = logging.getLogger(__name__)
 
 
-@dataclass
-class DeviceClock:
-    """How the device spent its time, in nanoseconds. *Idle with work*: it computed nothing while requests were here."""
-
-    busy: int = 0
-    idle_with_work: int = 0
-    work_since: int = 0  # when the engine last got work after having none
-    last_ended: int = 0
-
-    def step(self, result: StepResult) -> None:
-        self.busy += result.ended - result.started
-        self.idle_with_work += max(0, result.started - max(self.last_ended, self.work_since))
-        self.last_ended = result.ended
-
-
 class SchedulerLoop:
     """One replica's loop. `turn` never waits for a step that could be planned past."""
 
     finished = False
     engine: Scheduler
+    clock: DeviceClock
 
     def __init__(self, spec: ProcessSpec, index: int) -> None:
         self.spec, self.index = spec, index
-        self.clock = DeviceClock()
         self.steps_ahead = 0  # results that came when the plan of the next step had been sent already
         self.table = TokenTable(table_shape(spec.settings), spec.tables[index])
         self.requests: Receiver[ToScheduler] = Receiver(address(spec.run_dir, "scheduler", index, "in"), ToScheduler)
@@ -93,6 +78,7 @@ class SchedulerLoop:
                 info.shares_prefixes and not settings.disable_radix_cache,
             )
         )
+        self.clock = DeviceClock()
         ready = ReplicaReady(
             self.index, info.max_model_len, info.vocab_size, info.num_blocks, settings.block_size, info.description
         )
@@ -106,8 +92,7 @@ class SchedulerLoop:
         poller.wait()
         self.take_requests()
         outputs = self.take_result()
-        while (plan := self.engine.plan()) is not None:
-            self.plans.send(plan)
+        self.plan_ahead()
         if outputs is not None:
             self.deliver(outputs)
 
@@ -115,10 +100,22 @@ class SchedulerLoop:
         result = self.results.receive(0) if self.engine.records else None
         if not isinstance(result, StepResult):
             return None
-        self.clock.step(result)
-        self.steps_ahead += len(self.engine.records) > 1
-        ids, _ = self.table.read(result.step, self.engine.records[0].rows)
-        return self.engine.commit(result.step, ids[:, 0])
+        engine, taken = self.engine, time.monotonic_ns()
+        self.steps_ahead += len(engine.records) > 1
+        ids, _ = self.table.read(result.step, engine.records[0].rows)
+        outputs = engine.commit(result.step, ids[:, 0])
+        self.clock.committed(result, taken, len(ids), engine.num_running, engine.num_waiting, engine.num_used_blocks)
+        return outputs
+
+    def plan_ahead(self) -> None:
+        """Send every step that can be planned now."""
+        while True:
+            began = time.monotonic_ns()
+            plan = self.engine.plan()
+            if plan is None:
+                return
+            self.plans.send(plan)
+            self.clock.sent(began, time.monotonic_ns())
 
     def take_requests(self) -> None:
         """Everything that has arrived."""
@@ -127,13 +124,13 @@ class SchedulerLoop:
                 self.engine.cancel(message.request)
             elif message.tokenizer >= len(self.tokenizers):
                 log.warning("dropped a message of tokenizer %d, which there is not", message.tokenizer)
-            elif isinstance(message, AskLoad):
-                self.tokenizers[message.tokenizer].send(Load(self.index, message.ask, self.figures()))
+            elif isinstance(message, Ask):
+                self.tokenizers[message.tokenizer].send(self.answer(message))
             else:
                 self.admit(message)
 
     def admit(self, message: Admit) -> None:
-        if self.engine.idle:
+        if not self.engine.has_work:
             self.clock.work_since = time.monotonic_ns()
         try:
             self.engine.admit(self.resolve(message))
@@ -141,6 +138,11 @@ class SchedulerLoop:
             self.tokenizers[message.tokenizer].send(Rejected(message.request, error.code, str(error), error.param))
         except (ValueError, OverflowError) as error:  # arrays that are none, numbers no engine has
             log.warning("dropped an admission that cannot be read: %s", error)
+
+    def answer(self, ask: Ask) -> Load:
+        if ask.steps:
+            return Load(self.index, ask.ask, {}, list(COLUMNS), list(self.clock.steps))
+        return Load(self.index, ask.ask, self.figures())
 
     def resolve(self, message: Admit) -> Request:
         """The caller's wishes turned into what the engine does. Raises `AdmissionError` for ids that cannot be."""
@@ -168,6 +170,8 @@ class SchedulerLoop:
             mine = outputs.sources == index
             self.tokenizers[index].send(
                 TokenBatch(
+                    self.index,
+                    outputs.step,
                     outputs.requests[mine].astype("<u8").tobytes(),
                     outputs.offsets[mine].astype("<i4").tobytes(),
                     outputs.ids[mine].astype("<i4").tobytes(),
@@ -175,6 +179,7 @@ class SchedulerLoop:
                     [Started(request, cached) for request, source, cached in outputs.started if source == index],
                 )
             )
+        self.clock.delivered()
 
     def figures(self) -> dict[str, float]:
         """What /status sums over the replicas."""
@@ -190,8 +195,7 @@ class SchedulerLoop:
             "preemptions": engine.num_preemptions,
             "steps": engine.num_steps,
             "steps_planned_ahead": self.steps_ahead,
-            "device_busy_s": self.clock.busy / 1e9,
-            "device_idle_with_work_s": self.clock.idle_with_work / 1e9,
+            **self.clock.figures(engine.has_work),
         }
 
     def command(self, command: Command) -> None:

@@ -8,6 +8,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from typing import Any, NoReturn
 
+from runtime.device.launch import KINDS
+from runtime.device.roofline import roofline
+
 
 class UsageError(ValueError):
     """Settings that cannot be met; one line that names the flag."""
@@ -25,7 +28,7 @@ class Settings:
     served_model_name: str | None = flag(None, "the name clients see (default: the model's)")
     procs: str = flag("3", "1, 2, 3, N > 3, or roles such as tokenizer=2,worker=1,scheduler=1")
     cores: str | None = flag(None, "cores by role, such as worker=0-1,tokenizer=2")
-    device: str = flag("auto", "auto, cpu or sim")
+    device: str = flag("auto", "auto, cpu, sim, sim:NAME such as sim:h100-llama-3.1-8b, or sim:FILE.toml")
     dtype: str = flag("auto", "of weights and KV", choices=("auto", "float32", "bfloat16", "float16"))
     load_format: str = flag("auto", "dummy: random weights", choices=("auto", "safetensors", "gguf", "dummy"))
     revision: str | None = flag(None, "of a hub id: branch, tag or commit")
@@ -46,6 +49,8 @@ class Settings:
     zmq_address: str | None = flag(
         None, "public address, such as tcp://127.0.0.1:5555 (default: a private ipc:// path)"
     )
+    sim_launch_ms: float | None = flag(None, "the host's work per step on sim:NAME (default: the model's, with graphs)")
+    sim_launch_work: str = flag("torch", "what that work is made of: dispatches or bytecode", choices=KINDS)
     startup_timeout: float = flag(600.0, "seconds until the processes must be ready")
     shutdown_timeout: float = flag(30.0, "seconds that running requests get at the end")
     log_level: str = flag("warning", "debug, info, warning or error", choices=("debug", "info", "warning", "error"))
@@ -61,10 +66,26 @@ class Settings:
             ("num_blocks", self.num_blocks is None or self.num_blocks >= 2, "at least 2"),
             ("max_num_queued_reqs", (self.max_num_queued_reqs or 0) >= 0, "at least 0"),
             ("seed", 0 <= (self.seed or 0) < 2**64, "between 0 and 2**64 - 1"),
-            ("device", self.device in ("auto", "cpu", "sim"), "auto, cpu or sim in this version"),
+            ("device", self.simulated or self.device in ("auto", "cpu"), "auto, cpu, sim or sim:NAME in this version"),
+            ("sim_launch_ms", (self.sim_launch_ms or 0) >= 0, "at least 0"),
+            ("sim_launch_ms", self.sim_launch_ms is None or self.timing, "left out unless --device is sim:NAME"),
         ):
             if not fine:
                 raise UsageError(f"--{name.replace('_', '-')} must be {words}")
+        if self.timing:
+            try:
+                roofline(self.timing)
+            except ValueError as error:
+                raise UsageError(f"--device {self.device}: {error}") from None
+
+    @property
+    def simulated(self) -> bool:
+        return self.device.partition(":")[0] == "sim"
+
+    @property
+    def timing(self) -> str:
+        """The name of a simulated device that takes time; "" for any other."""
+        return self.device.partition(":")[2] if self.simulated else ""
 
     @property
     def depth(self) -> int:

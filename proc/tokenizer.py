@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import random
 import time
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,7 @@ from ipc.messages import (
     PROTOCOL,
     Abort,
     Admit,
-    AskLoad,
+    Ask,
     Cancel,
     Detokenize,
     Detokenized,
@@ -52,6 +53,9 @@ from ipc.messages import (
     Tokenized,
     ToScheduler,
     ToTokenizer,
+    Trace,
+    TraceReply,
+    Track,
     Welcome,
     decode_from_client,
     label_of,
@@ -70,6 +74,8 @@ from runtime.tokenizer import ByteTokenizer, TextError, Tokenizer
 log = logging.getLogger(__name__)
 TURN = 256  # messages taken from clients before tokens are looked at again
 PROBE = 1.0  # seconds between looks whether the clients are still there
+STEPS = 4096  # remembered for a trace
+STEP_COLUMNS = ("scheduler", "step", "taken", "detokenized", "delivered")  # times in ns of CLOCK_MONOTONIC
 
 
 class TokenizerLoop:
@@ -87,7 +93,9 @@ class TokenizerLoop:
         self.routing = Routing(spec.num_schedulers)
         self.live: dict[int, Live] = {}
         self.labels: dict[tuple[bytes, str], int] = {}
-        self.asks: dict[int, tuple[bytes, str, list[dict[str, float]]]] = {}
+        self.asks: dict[int, tuple[bytes, Status | Trace, list[Load]]] = {}
+        self.steps: deque[list[int]] = deque(maxlen=STEPS)  # STEP_COLUMNS of each
+        self.unsent: list[list[int]] = []  # of `steps`, what the clients have not been sent yet
         self.next_number = 0
         chosen = spec.settings.seed
         self.seeds = random.SystemRandom() if chosen is None else random.Random(f"{chosen}-{index}")
@@ -131,6 +139,9 @@ class TokenizerLoop:
         self.look_after(time.monotonic())
         for client in self.public.flush():
             self.forget(client)
+        for step in self.unsent:
+            step[-1] = time.monotonic_ns()
+        self.unsent.clear()
 
     # -- from clients
 
@@ -198,11 +209,12 @@ class TokenizerLoop:
     def models(self, client: bytes, message: Models) -> None:
         self.public.send(client, ModelList(message.id, [self.name]))
 
-    def status(self, client: bytes, message: Status) -> None:
+    def ask(self, client: bytes, message: Status | Trace) -> None:
+        """Answered once every scheduler has."""
         self.next_number += 1
-        self.asks[self.next_number] = (client, message.id, [])
+        self.asks[self.next_number] = (client, message, [])
         for scheduler in self.schedulers:
-            scheduler.send(AskLoad(self.index, self.next_number))
+            scheduler.send(Ask(self.index, self.next_number, isinstance(message, Trace)))
 
     def ping(self, client: bytes, message: Ping) -> None:
         self.public.send(client, Pong(message.id))
@@ -214,7 +226,8 @@ class TokenizerLoop:
         Tokenize: tokenize,
         Detokenize: detokenize,
         Models: models,
-        Status: status,
+        Status: ask,
+        Trace: ask,
         Ping: ping,
     }
 
@@ -249,7 +262,7 @@ class TokenizerLoop:
                 self.cancel(number)
                 self.fail(number, InternalError(f"tokens {len(live.ids)} to {offset - 1} were lost"))
                 continue
-            chunk = live.push(token, Finish(finish), now)
+            chunk = live.push(token, finish, now)
             if chunk is not None:
                 self.public.chunk(live.client, chunk)
             if live.stop is not None:
@@ -259,17 +272,25 @@ class TokenizerLoop:
                 self.end(number, "stop", token if token in live.message.sampling.stop_token_ids else None)
             elif finish == Finish.LENGTH:
                 self.end(number, "length", None)
+        self.unsent.append([batch.scheduler, batch.step, now, time.monotonic_ns(), 0])
+        self.steps.append(self.unsent[-1])
 
     def take_load(self, message: Load) -> None:
-        client, label, loads = self.asks[message.ask]
-        loads.append(message.figures)
+        client, asked, loads = self.asks[message.ask]
+        loads.append(message)
         if len(loads) < len(self.schedulers):
             return
         del self.asks[message.ask]
-        total: dict[str, Any] = {name: sum(load[name] for load in loads) for name in loads[0]}
+        if isinstance(asked, Trace):
+            tracks = [Track(f"scheduler{load.scheduler}", load.columns, load.rows) for load in loads]
+            mine = Track(f"tokenizer{self.index}", list(STEP_COLUMNS), list(self.steps))
+            self.public.send(client, TraceReply(asked.id, [*tracks, mine]))
+            return
+        figures = [load.figures for load in loads]
+        total: dict[str, Any] = {name: sum(load[name] for load in figures) for name in figures[0]}
         total |= {"replicas": len(loads), "model": self.name, "device": self.replicas[0].device}
         total |= {"vocab_size": self.vocab_size, "max_model_len": self.max_model_len}
-        self.public.send(client, StatusReply(label, total))
+        self.public.send(client, StatusReply(asked.id, total))
 
     # -- the last word
 

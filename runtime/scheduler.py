@@ -38,6 +38,7 @@ class StepRecord:
 class Outputs:
     """The tokens of one step, a row per request."""
 
+    step: int
     requests: NDArray[np.uint64]
     sources: NDArray[np.uint16]
     offsets: I32  # index of the token among the request's output
@@ -75,6 +76,16 @@ class Scheduler:
     @property
     def num_running(self) -> int:
         return len(self._running)
+
+    @property
+    def num_used_blocks(self) -> int:
+        """Pages that requests hold or that wait to come back; the scratch page and cached ones nobody holds apart."""
+        return self.limits.num_blocks - 1 - self.cache.num_available
+
+    @property
+    def has_work(self) -> bool:
+        """Some request still needs a row that is not planned."""
+        return len(self.active) > 0 or self.num_waiting > 0 or (self.slots.state == SlotState.PREEMPTING).any()
 
     @property
     def num_steps(self) -> int:
@@ -271,7 +282,7 @@ class Scheduler:
         field.tokens[slots, field.committed[slots]] = ids
         field.committed[slots] += 1
         finishes = self._finishes(slots, ids)
-        outputs = Outputs(field.request[slots], field.source[slots], offsets, ids, finishes, record.started)
+        outputs = Outputs(step, field.request[slots], field.source[slots], offsets, ids, finishes, record.started)
         for slot in slots[finishes != Finish.NONE].tolist():
             self._end(slot)
         self._give_back()

@@ -46,6 +46,8 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True, tag=True, gc=Fals
 
     epoch: int
     step: int
-    launched: int  # the worker took the plan up
+    received: int  # the worker took the plan up
+    launched: int  # the host's work for it was done
     started: int  # the device began to compute it
-    ended: int  # the device had finished, ids visible
+    ended: int  # the device had finished
+    reported: int  # the ids were visible and the worker said so

@@ -9,8 +9,8 @@ bytes, and a broken character is never shown while it may still be completed.
 from __future__ import annotations
 
 import codecs
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+import contextlib
+from collections.abc import Callable
 
 
 class Utf8Stream:
@@ -21,12 +21,16 @@ class Utf8Stream:
     """
 
     def __init__(self, before: bytes = b"") -> None:
-        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        self._decoder.decode(before)
-        self._primed = bool(self._decoder.getstate()[0])
+        self._rest = before[codecs.utf_8_decode(before, "replace", False)[1] :]  # a character's beginning
+        self._primed = bool(self._rest)
 
     def feed(self, piece: bytes, final: bool = False) -> str:
-        text = self._decoder.decode(piece, final)
+        if not self._rest:
+            with contextlib.suppress(UnicodeDecodeError):  # the usual case: whole characters
+                return piece.decode()
+        data = self._rest + piece
+        text, used = codecs.utf_8_decode(data, "replace", final)
+        self._rest = data[used:]
         if text and self._primed:
             self._primed = False
             return text.removeprefix("\ufffd")  # the prompt's broken character, not the output's
@@ -71,15 +75,6 @@ class StopStrings:
         return next((n for n in range(longest, 0, -1) if text.endswith(stop[:n])), 0)
 
 
-@dataclass(frozen=True)
-class Piece:
-    """What some tokens added to a request's text."""
-
-    text: str
-    num_tokens: int  # how many of the tokens count: all of them, or those up to the end of a stop string
-    stop: str | None = None  # the stop string that was hit; nothing comes after it
-
-
 class TextStream:
     """One request's output: tokens in, text out, ended by a stop string or by `finish`.
 
@@ -97,25 +92,28 @@ class TextStream:
     ) -> None:
         self._bytes_of = bytes_of
         self._utf8 = Utf8Stream(before)
-        self._stops = StopStrings(stops, include_stop)
-        self._tokens = 0
-        self._min_tokens = min_tokens
+        self._stops = StopStrings(stops, include_stop) if stops else None
+        self._unwatched = min_tokens - 1 if stops else 0  # tokens yet to come whose text is not searched
 
-    def push(self, ids: Iterable[int]) -> Piece:
-        """Raises nothing for any id that `bytes_of` knows."""
-        shown, count = [], 0
-        for token in ids:
-            count += 1
-            self._tokens += 1
-            shown.append(self._show(self._utf8.feed(self._bytes_of(token))))
-            if self._stops.hit is not None:
-                break
-        return Piece("".join(shown), count, self._stops.hit)
+    @property
+    def stop(self) -> str | None:
+        """The stop string that was hit; nothing comes after it."""
+        return self._stops.hit if self._stops else None
 
-    def finish(self) -> Piece:
+    def push(self, token: int) -> str:
+        """What the token adds to the text. Raises nothing for any id that `bytes_of` knows."""
+        text = self._utf8.feed(self._bytes_of(token))
+        if self._stops is None:
+            return text
+        self._unwatched -= 1
+        return self._show(self._stops, text)
+
+    def finish(self) -> str:
         """The rest: a character that was never completed, text that might have begun a stop string."""
-        text = self._show(self._utf8.feed(b"", final=True))
-        return Piece(text + self._stops.finish(), 0, self._stops.hit)
+        text = self._utf8.feed(b"", final=True)
+        if self._stops is None:
+            return text
+        return self._show(self._stops, text) + self._stops.finish()
 
-    def _show(self, text: str) -> str:
-        return text if self._tokens < self._min_tokens else self._stops.feed(text)
+    def _show(self, stops: StopStrings, text: str) -> str:
+        return text if self._unwatched >= 0 else stops.feed(text)

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from runtime.batch import SlotTables
-from runtime.device.sim import SimDevice
+from runtime.device.sim import HashModel, SimDevice
 from runtime.limits import Limits
 from runtime.request import NO_IDS, Finish, Request
 from runtime.sampling import Sampling
@@ -58,7 +58,8 @@ class Engine:
         self.scheduler = Scheduler(limits)
         self.tokens = MemoryTokens(limits.slots, limits.depth + 2, limits.max_num_seqs)
         pages = -(-limits.max_model_len // limits.block_size)
-        self.device = SimDevice(SlotTables(limits.slots, pages, limits.block_size), self.tokens, limits.num_blocks)
+        tables = SlotTables(limits.slots, pages, limits.block_size)
+        self.device = SimDevice(HashModel(tables, self.tokens, limits.num_blocks))
         self.plans: deque[StepPlan] = deque()
         self.results: deque[StepResult] = deque()
         self.answers: dict[int, Answer] = {}

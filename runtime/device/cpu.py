@@ -29,12 +29,13 @@ class CpuDevice:
         )
 
     def launch(self, plan: StepPlan, done: Callable[[StepResult], None]) -> None:
-        launched = time.monotonic_ns()  # and started: unfolding the plan is work of the same cores
+        started = time.monotonic_ns()  # unfolding the plan is work of the same cores
         batch = self.tables.apply(plan)
         self.tokens.poison(batch.step, batch.sample_rows)
         ids = self._compute(batch)
         self.tokens.publish(batch.step, batch.sample_rows, batch.slots[batch.sample_rows], ids[:, None])
-        done(StepResult(plan.epoch, plan.step, launched, launched, time.monotonic_ns()))
+        ended = time.monotonic_ns()
+        done(StepResult(plan.epoch, plan.step, started, started, started, ended, ended))
 
     def close(self) -> None:
         self.cache.keys.clear()

@@ -32,7 +32,7 @@ def powers(base: int, count: int) -> U64:
     return np.cumprod(factors, dtype=np.uint64)
 
 
-class SimDevice:
+class HashModel:
     """`num_blocks` pages of `block_size` cells; page 0 is scratch."""
 
     def __init__(self, tables: SlotTables, tokens: Tokens, num_blocks: int, vocab_size: int = 512) -> None:
@@ -40,17 +40,18 @@ class SimDevice:
         self.num_blocks = num_blocks
         self.cells = np.zeros(num_blocks * tables.block_size, np.uint64)
 
-    def launch(self, plan: StepPlan, done: Callable[[StepResult], None]) -> None:
-        launched = time.monotonic_ns()
+    def prepare(self, plan: StepPlan) -> Batch:
+        """Unfold a plan; its ids are poisoned until they are published."""
         batch = self.tables.apply(plan)
         self.tokens.poison(batch.step, batch.sample_rows)
-        started = time.monotonic_ns()
-        ids = self._sample(batch, self._forward(batch))
-        self.tokens.publish(batch.step, batch.sample_rows, batch.slots[batch.sample_rows], ids[:, None])
-        done(StepResult(plan.epoch, plan.step, launched, started, time.monotonic_ns()))
+        return batch
 
-    def close(self) -> None:
-        self.cells = np.zeros(0, np.uint64)
+    def compute(self, batch: Batch) -> NDArray[np.int32]:
+        """Fill the step's cells; the ids of its sampling rows, int32[S]. All steps before must be published."""
+        return self._sample(batch, self._forward(batch))
+
+    def publish(self, batch: Batch, ids: NDArray[np.int32]) -> None:
+        self.tokens.publish(batch.step, batch.sample_rows, batch.slots[batch.sample_rows], ids[:, None])
 
     def _forward(self, batch: Batch) -> U64:
         """Fill the step's cells; returns the last cell of each row, uint64[R]."""
@@ -59,7 +60,7 @@ class SimDevice:
         ids[: batch.num_decode] = self.tokens.next[batch.slots[: batch.num_decode]]
         inputs = (ids.astype(np.uint64) + np.uint64(1)) * np.uint64(B)
         decode = slice(0, batch.num_decode)
-        last[decode] = self._previous(batch)[decode] * np.uint64(A) + inputs[decode]
+        last[decode] = self._previous(batch) * np.uint64(A) + inputs[decode]
         self.cells[batch.kv_cells[decode]] = last[decode]
         begin = batch.num_decode
         for row in range(batch.num_decode, len(batch.slots)):  # in order: a row may share pages of one before it
@@ -71,7 +72,11 @@ class SimDevice:
         return last
 
     def _previous(self, batch: Batch) -> U64:
-        return np.array([self._previous_of(batch, row) for row in range(batch.num_decode)], np.uint64)
+        """The cell before each decode row's; every decode row has one."""
+        before = batch.seq_lens[: batch.num_decode] - 2
+        page, offset = np.divmod(before, self.tables.block_size)
+        cells: U64 = self.cells[batch.page_table[np.arange(batch.num_decode), page] * self.tables.block_size + offset]
+        return cells
 
     def _previous_of(self, batch: Batch, row: int) -> np.uint64:
         before = int(batch.seq_lens[row] - batch.query_lens[row]) - 1
@@ -96,3 +101,21 @@ class SimDevice:
             while int(ids[row]) in banned:
                 ids[row] = (ids[row] + 1) % self.vocab_size
         return ids
+
+
+class SimDevice:
+    """`model` on a device that takes no time: a step is computed and reported when it is launched."""
+
+    def __init__(self, model: HashModel) -> None:
+        self.model = model
+
+    def launch(self, plan: StepPlan, done: Callable[[StepResult], None]) -> None:
+        received = time.monotonic_ns()
+        batch = self.model.prepare(plan)
+        started = time.monotonic_ns()
+        self.model.publish(batch, self.model.compute(batch))
+        ended = time.monotonic_ns()
+        done(StepResult(plan.epoch, plan.step, received, started, started, ended, ended))
+
+    def close(self) -> None:
+        """Nothing is held."""

@@ -35,6 +35,9 @@ from ipc.messages import (
     ToClient,
     Tokenize,
     Tokenized,
+    Trace,
+    TraceReply,
+    Track,
     Usage,
     Welcome,
     decode_from_client,
@@ -53,6 +56,7 @@ GOLDEN: dict[str, Any] = {
     "83a474797065aa6465746f6b656e697a65a26964a131a36964739105": Detokenize("1", [5]),
     "82a474797065a66d6f64656c73a26964a131": Models("1"),
     "82a474797065a6737461747573a26964a131": Status("1"),
+    "82a474797065a57472616365a26964a131": Trace("1"),
     "82a474797065a470696e67a26964a131": Ping("1"),
     "82a474797065a470 6f6e67a26964a131".replace(" ", ""): Pong("1"),
     "82a474797065a66368756e6b73a56974656d739184a26964a131a66f666673657402a474657874a178a36964739107": Chunks(
@@ -68,6 +72,7 @@ REPLIES: list[ToClient] = [
     Detokenized("1", "x"),
     ModelList("1", ["m"]),
     StatusReply("1", {"running": 0}),
+    TraceReply("1", [Track("scheduler0", ["step"], [[3]])]),
 ]
 
 
@@ -91,7 +96,7 @@ def test_replies_are_maps_with_a_type(reply: ToClient) -> None:
 
 
 def test_the_page_names_every_type_and_field() -> None:
-    for kind in (*get_args(FromClient), *get_args(ToClient), SamplingParams, Chunk, Usage):
+    for kind in (*get_args(FromClient), *get_args(ToClient), SamplingParams, Chunk, Usage, Track):
         if kind.__struct_config__.tag:
             assert f"`{kind.__struct_config__.tag}`" in PAGE
         for one in msgspec.structs.fields(kind):
