@@ -1,4 +1,4 @@
-"""The flags of `sidestep bench serving`, in the field's usual words. Imports nothing heavy."""
+"""The flags of `sidestep bench serving` and `bench overlap`, in the field's usual words. Imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -32,3 +32,25 @@ def add_serving_flags(parser: argparse.ArgumentParser) -> None:
     add("--warmup-requests", type=int, default=1, help="sent and finished before the clock starts")
     add("--output-file", help="append the JSON line to this file")
     add("--disable-tqdm", action="store_true", help="no progress bar")
+
+
+def add_overlap_flags(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--workload", choices=("sharegpt-3000", "small-steps", "shared-prefix", "poisson"), default="small-steps")
+    add(
+        "--modes",
+        default="threads,depth0,depth1,depth2",
+        help="threads (--procs 1, depth 1; threads0, threads2), depth0..2",
+    )
+    add("--num-prompts", type=int, help="requests (default: the workload's)")
+    add("--repeats", type=int, default=1, help="rounds through all modes; the figures are medians")
+    add("--device", help="another simulated device, sim:NAME or sim:FILE.toml")
+    add("--model", default="smollm2", help="whose vocabulary and tokenizer are used")
+    add("--sim-launch-ms", type=float, nargs="+", default=[], help="the host's work per step, one variant each")
+    add("--sim-launch-work", nargs="+", choices=("torch", "python"), default=["torch"], help="what it is made of")
+    add("--longest", type=float, default=15.0, help="seconds after which no further request arrives")
+    add("--no-stream", action="store_true", help="whole answers: no chunk per token for the client")
+    add("--seed", type=int, default=0, help="of prompts and arrivals")
+    add("--json", action="store_true", help="only the JSON lines")
+    add("--trace", metavar="FOLDER", help="write each run's last steps there, for Perfetto")
+    add("--picture", metavar="FILE", help="a picture of the idle share by mode, .svg or .png (needs matplotlib)")

@@ -56,8 +56,10 @@ class PublicSocket:
         self._outboxes.setdefault(client, []).append(message)
 
     def chunk(self, client: bytes, chunk: Chunk) -> None:
-        outbox = self._outboxes.setdefault(client, [])
-        if outbox and isinstance(outbox[-1], list):
+        outbox = self._outboxes.get(client)
+        if outbox is None:
+            self._outboxes[client] = [[chunk]]
+        elif isinstance(outbox[-1], list):
             outbox[-1].append(chunk)
         else:
             outbox.append([chunk])

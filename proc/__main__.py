@@ -71,13 +71,16 @@ def parser() -> Parser:
 
 
 def _add_bench(commands: Any) -> None:
-    bench = commands.add_parser("bench", help="measure: bench serving, bench step")
+    bench = commands.add_parser("bench", help="measure: bench serving, bench overlap, bench step")
     kinds = bench.add_subparsers(dest="bench", required=True, metavar="KIND", parser_class=Parser)
     serving = kinds.add_parser("serving", help="requests against a running server")
-    from bench.options import add_serving_flags
+    from bench.options import add_overlap_flags, add_serving_flags
 
     add_serving_flags(serving)
     serving.set_defaults(run=_bench_serving)
+    overlap = kinds.add_parser("overlap", help="what overlap wins, by mode, on a simulated device")
+    add_overlap_flags(overlap)
+    overlap.set_defaults(run=_bench_overlap)
     step = kinds.add_parser("step", help="what one step costs the scheduler alone")
     step.add_argument("--rows", type=int, nargs="+", default=[1, 64, 256, 1024, 4096])
     step.add_argument("--steps", type=int, default=200)
@@ -95,6 +98,12 @@ def _bench_serving(given: argparse.Namespace) -> int:
     from bench.serving import main as serving
 
     return serving(given)
+
+
+def _bench_overlap(given: argparse.Namespace) -> int:
+    from bench.overlap import main as overlap
+
+    return overlap(given)
 
 
 def _bench_step(given: argparse.Namespace) -> int:

@@ -7,6 +7,7 @@ process at once.
 from __future__ import annotations
 
 import ctypes
+import gc
 import logging
 import os
 import signal
@@ -64,7 +65,8 @@ class Child:
         """One role from its start to its end; what goes wrong is told and ends this process."""
         try:
             loop = _loop(role, self.spec)
-            self.tell(Word("ready", str(role), loop.start()))
+            self.tell(Word("ready", str(role), loop.start() | {"thread": threading.get_native_id()}))
+            gc.freeze()  # what was loaded stays: no collection needs to look at it again
             run(loop, control, loop.sockets)
             loop.close()
             self.tell(Word("ended", str(role)))
@@ -107,6 +109,9 @@ def main() -> None:
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != spec.parent:
             os._exit(1)
+    if all(role.name == "tokenizer" for role in spec.roles):
+        # text must not take the core from those that feed the device (bench/LOG.md)
+        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
     cores = [core for role in spec.roles for core in spec.cores.get(role.name, [])]
     if cores:
         os.sched_setaffinity(0, cores)

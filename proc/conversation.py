@@ -23,12 +23,14 @@ class Live:
         "client",
         "first",
         "ids",
+        "label",
         "message",
         "prompt",
         "replica",
         "seed",
         "shown",
         "stop",
+        "streams",
         "text",
     )
 
@@ -39,6 +41,7 @@ class Live:
         bytes_of = tokenizer.shown_bytes_of if wishes.skip_special_tokens else tokenizer.bytes_of
         before = b"".join(bytes_of(token) for token in prompt[-CONTEXT:])
         self.client, self.message, self.prompt, self.seed = client, message, prompt, seed
+        self.label, self.streams = message.id, message.stream
         self.text = TextStream(bytes_of, wishes.stop, wishes.include_stop_str_in_output, before, wishes.min_tokens)
         self.ids = list(message.output_ids)
         for token in self.ids:  # replayed: the client has this text
@@ -66,12 +69,13 @@ class Live:
         self.first = self.first or now
         shown = self._end(token, finish) if finish else self.text.push(token)
         self.stop = self.text.stop
-        offset = len(self.ids)
-        self.ids.append(token)
-        if not self.message.stream:
-            self.shown.append(shown)
-            return None
-        return Chunk(self.message.id, offset, shown, [token])
+        ids = self.ids
+        offset = len(ids)
+        ids.append(token)
+        if self.streams:
+            return Chunk(self.label, offset, shown, [token])
+        self.shown.append(shown)
+        return None
 
     def _end(self, token: int, finish: int) -> str:
         """The text that the last token brings; one that stops the request is not shown unless that was asked for."""

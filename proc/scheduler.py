@@ -34,6 +34,7 @@ from runtime.scheduler import Outputs, Scheduler
 from runtime.step import StepPlan, StepResult
 
 log = logging.getLogger(__name__)
+TURN = 64  # messages taken between two plans
 
 
 class SchedulerLoop:
@@ -118,8 +119,11 @@ class SchedulerLoop:
             self.clock.sent(began, time.monotonic_ns())
 
     def take_requests(self) -> None:
-        """Everything that has arrived."""
-        while (message := self.requests.receive(0)) is not None:
+        """What has arrived, up to a number: the next plan must not wait for a burst."""
+        for _ in range(TURN):
+            message = self.requests.receive(0)
+            if message is None:
+                return
             if isinstance(message, Cancel):
                 self.engine.cancel(message.request)
             elif message.tokenizer >= len(self.tokenizers):

@@ -256,24 +256,35 @@ class TokenizerLoop:
         )
         for number, offset, token, finish in rows:
             live = self.live.get(number)
-            if live is None or offset < len(live.ids):
+            if live is None:
                 continue
-            if offset > len(live.ids):
-                self.cancel(number)
-                self.fail(number, InternalError(f"tokens {len(live.ids)} to {offset - 1} were lost"))
+            if offset != len(live.ids):
+                self.out_of_order(number, live, offset)
                 continue
             chunk = live.push(token, finish, now)
             if chunk is not None:
                 self.public.chunk(live.client, chunk)
-            if live.stop is not None:
-                self.cancel(number)
-                self.end(number, "stop", live.stop)
-            elif finish == Finish.STOP:
-                self.end(number, "stop", token if token in live.message.sampling.stop_token_ids else None)
-            elif finish == Finish.LENGTH:
-                self.end(number, "length", None)
+            if finish or live.stop is not None:
+                self.over(number, live, finish)
         self.unsent.append([batch.scheduler, batch.step, now, time.monotonic_ns(), 0])
         self.steps.append(self.unsent[-1])
+
+    def out_of_order(self, number: int, live: Live, offset: int) -> None:
+        """A token that is there already is dropped; one that comes too early means that some were lost."""
+        if offset > len(live.ids):
+            self.cancel(number)
+            self.fail(number, InternalError(f"tokens {len(live.ids)} to {offset - 1} were lost"))
+
+    def over(self, number: int, live: Live, finish: int) -> None:
+        """The last token has been taken; a stop string in its text counts before any other reason."""
+        if live.stop is not None:
+            self.cancel(number)
+            self.end(number, "stop", live.stop)
+        elif finish == Finish.STOP:
+            token = live.ids[-1]
+            self.end(number, "stop", token if token in live.message.sampling.stop_token_ids else None)
+        else:
+            self.end(number, "length", None)
 
     def take_load(self, message: Load) -> None:
         client, asked, loads = self.asks[message.ask]

@@ -62,7 +62,7 @@ class Scheduler:
         self._running: dict[int, int] = {}  # request id → slot
         self._requests: dict[int, Request] = {}  # waiting or running
         self._waiting: list[tuple[int, int, int]] = []  # heap of (priority, arrival, request id)
-        self._marked: list[int] = []  # slots to give back once acknowledged
+        self._marked: dict[int, None] = {}  # slots to give back once acknowledged, in order
         self._next_arrival = 0
         self._next_step = 0
         self._acknowledged = -1
@@ -121,7 +121,8 @@ class Scheduler:
             return False
         slot = self._running.pop(request_id, None)
         if slot is not None:
-            self._end(slot)
+            self._mark(np.array([slot], np.int32), SlotState.ENDED)
+            self._give_back()
         return True
 
     def _enqueue(self, request: Request) -> None:
@@ -163,7 +164,8 @@ class Scheduler:
             if self._promised() >= short or len(self.active) <= 1:
                 return slots[fits], lens[fits], True
             self.num_preemptions += 1
-            self._mark(int(self.active[-1]), SlotState.PREEMPTING)
+            self._mark(self.active[-1:], SlotState.PREEMPTING)
+            self._give_back()
 
     def _share_budget(self) -> tuple[I32, I32]:
         """Active slots with the tokens each may compute: decode rows one each, then prompts in order."""
@@ -178,7 +180,7 @@ class Scheduler:
 
     def _promised(self) -> int:
         """Pages that come back without preempting: those of marked slots and of slots planned to their end."""
-        leaving = (set(self._running.values()) - set(self.active.tolist())) | set(self._marked)
+        leaving = (set(self._running.values()) - set(self.active.tolist())) | self._marked.keys()
         return sum(int((self.cache.pool.refs[self.pages.held(slot)] == 1).sum()) for slot in leaving)
 
     def _admit_waiting(self, budget: int, growth: Growth, admissions: list[SlotAdmission]) -> tuple[I32, I32]:
@@ -283,8 +285,7 @@ class Scheduler:
         field.committed[slots] += 1
         finishes = self._finishes(slots, ids)
         outputs = Outputs(step, field.request[slots], field.source[slots], offsets, ids, finishes, record.started)
-        for slot in slots[finishes != Finish.NONE].tolist():
-            self._end(slot)
+        self._end(slots[finishes != Finish.NONE])
         self._give_back()
         return outputs
 
@@ -296,28 +297,22 @@ class Scheduler:
 
     # -- giving back
 
-    def _end(self, slot: int) -> None:
-        request_id = int(self.slots.request[slot])
-        self._requests.pop(request_id, None)
-        self._running.pop(request_id, None)
-        self._mark(slot, SlotState.ENDED)
+    def _end(self, slots: I32) -> None:
+        for request_id in self.slots.request[slots].tolist():
+            self._requests.pop(request_id, None)
+            self._running.pop(request_id, None)
+        self._mark(slots, SlotState.ENDED)
 
-    def _mark(self, slot: int, state: SlotState) -> None:
-        """No further row for the slot; it comes back once its last step is acknowledged. Idempotent."""
-        self.slots.state[slot] = state
-        self.active = self.active[self.active != slot]
-        if slot not in self._marked:
-            self._marked.append(slot)
-        self._give_back_if_idle(slot)
-
-    def _give_back_if_idle(self, slot: int) -> None:
-        if self.slots.last_step[slot] <= self._acknowledged:
-            self._marked.remove(slot)
-            self._free(slot)
+    def _mark(self, slots: I32, state: SlotState) -> None:
+        """No further row for the slots; each comes back once its last step is acknowledged. Idempotent."""
+        self._marked.update(dict.fromkeys(slots.tolist()))
+        self.slots.state[slots] = state
+        self.active = self.active[self.slots.state[self.active] == SlotState.RUNNING]
 
     def _give_back(self) -> None:
-        for slot in list(self._marked):
-            self._give_back_if_idle(slot)
+        for slot in [slot for slot in self._marked if self.slots.last_step[slot] <= self._acknowledged]:
+            del self._marked[slot]
+            self._free(slot)
 
     def _free(self, slot: int) -> None:
         """The one place where a slot and its pages return; a preempted request returns to the queue."""

@@ -9,7 +9,6 @@ bytes, and a broken character is never shown while it may still be completed.
 from __future__ import annotations
 
 import codecs
-import contextlib
 from collections.abc import Callable
 
 
@@ -25,9 +24,14 @@ class Utf8Stream:
         self._primed = bool(self._rest)
 
     def feed(self, piece: bytes, final: bool = False) -> str:
-        if not self._rest:
-            with contextlib.suppress(UnicodeDecodeError):  # the usual case: whole characters
-                return piece.decode()
+        if self._rest or final:
+            return self._in_parts(piece, final)
+        try:
+            return piece.decode()  # nearly always: whole characters
+        except UnicodeDecodeError:
+            return self._in_parts(piece, final)
+
+    def _in_parts(self, piece: bytes, final: bool) -> str:
         data = self._rest + piece
         text, used = codecs.utf_8_decode(data, "replace", final)
         self._rest = data[used:]

@@ -159,7 +159,10 @@ def _decoder_of(spec: dict[str, Any]) -> Callable[[str], bytes]:
 
 def _byte_level(text: str) -> bytes:
     table = _byte_table()
-    return b"".join(bytes((table[letter],)) if letter in table else letter.encode("utf-8") for letter in text)
+    try:
+        return bytes(map(table.__getitem__, text))
+    except KeyError:  # letters of an added token
+        return b"".join(bytes((table[letter],)) if letter in table else letter.encode("utf-8") for letter in text)
 
 
 def _sentence_piece(text: str) -> bytes:
