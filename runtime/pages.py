@@ -61,6 +61,17 @@ class SlotPages:
             filled = min(int(field.num_computed[slot] + lens[row]), int(field.num_prefill[slot]))
             self._cache_whole(slot, filled // self.block_size)
 
+    def start(self, slot: int, length: int, growth: Growth) -> None:
+        """`grow` for the first `length` tokens of one new slot; alone, since the next one may share its pages."""
+        field = self.slots
+        held, filled = int(field.num_pages[slot]), int(field.num_computed[slot]) + length
+        pages = self.cache.take(-(-filled // self.block_size) - held)
+        field.pages[slot, held : held + len(pages)] = pages
+        field.num_pages[slot] = held + len(pages)
+        growth.owners.append(np.full(len(pages), slot, np.int32))
+        growth.pages.append(pages)
+        self._cache_whole(slot, filled // self.block_size)
+
     def _cache_whole(self, slot: int, whole: int) -> None:
         """Insert the slot's first `whole` pages, so far as they are not there yet."""
         field, size = self.slots, self.block_size

@@ -48,13 +48,16 @@ class PrefixCache:
         """The pages of the longest cached prefix, whole pages of at most len(ids) - 1 tokens; they are now held."""
         found: list[int] = []
         parent = ROOT
-        for start in range(0, len(ids) - self.block_size, self.block_size):
-            page = self._pages.get((parent, ids[start : start + self.block_size].tobytes()))
+        raw, size = ids.tobytes(), self.block_size * ids.itemsize
+        for start in range(0, len(raw) - size, size):
+            page = self._pages.get((parent, raw[start : start + size]))
             if page is None:
                 break
             found.append(page)
             parent = page
         pages = np.array(found, np.int32)
+        if not found:
+            return pages
         self.num_unheld -= int((self.pool.refs[pages] == 0).sum())
         self.pool.hold(pages)
         return pages
@@ -66,8 +69,9 @@ class PrefixCache:
         """
         if not self.enabled:
             return 0
+        raw, size = ids.tobytes(), self.block_size * ids.itemsize
         for taken, page in enumerate(pages.tolist()):
-            key = (parent, ids[taken * self.block_size : (taken + 1) * self.block_size].tobytes())
+            key = (parent, raw[taken * size : (taken + 1) * size])
             if self._pages.setdefault(key, page) != page:
                 return taken
             self._keys[page] = key

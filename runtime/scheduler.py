@@ -199,7 +199,7 @@ class Scheduler:
             slots.append(self._start(request, prefix, admissions))
             lens.append(min(budget, len(ids) - len(prefix) * self.limits.block_size))
             budget -= lens[-1]
-            self.pages.grow(np.array(slots[-1:], np.int32), np.array(lens[-1:], np.int32), growth)
+            self.pages.start(slots[-1], lens[-1], growth)
         if slots:
             self.active = self._ordered(np.concatenate((self.active, np.array(slots, np.int32))))
         return np.array(slots, np.int32), np.array(lens, np.int32)
