@@ -2,7 +2,8 @@
 
 `decode`: every row decodes. `mixed`: a quarter of the rows are prompts of 64 tokens admitted in that step and three
 quarters decode; each request has four output tokens, so a quarter of the rows end in each step too. Prints a table and
-one JSON line per row count and mix. Means over `--steps`, so that the steps in which rows take a new page count.
+one JSON line per row count, the mixed figures under `mixed`. Means over `--steps`, so that the steps in which rows take
+a new page count.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from runtime.request import NO_IDS, Request
 from runtime.sampling import Sampling
 from runtime.scheduler import Scheduler
 
-COLUMNS = ("rows", "mix", "plan_us", "commit_us", "encode_us", "total_us", "per_row_us", "plan_bytes")
+COLUMNS = ("rows", "plan_us", "commit_us", "encode_us", "total_us", "per_row_us", "plan_bytes")
 Turn = Callable[[], None]  # what arrives before a step
 
 
@@ -61,7 +62,7 @@ def answer(scheduler: Scheduler) -> None:
     scheduler.commit(record.step, np.full(len(record.rows), 7, np.int32))
 
 
-def measure(rows: int, mix: str, steps: int) -> dict[str, float | str]:
+def measure(rows: int, mix: str, steps: int) -> dict[str, float]:
     scheduler, arrive = (decoding if mix == "decode" else mixed)(rows, steps)
     encoder = msgspec.msgpack.Encoder()
     times: list[tuple[float, float, float]] = []
@@ -80,16 +81,17 @@ def measure(rows: int, mix: str, steps: int) -> dict[str, float | str]:
         times.append((planned - began, time.perf_counter() - ready, encoded - planned))
     costs = [statistics.fmean(column) * 1e6 for column in zip(*times, strict=True)]
     figures = [*costs, sum(costs), sum(costs) / rows, statistics.fmean(sizes)]
-    return dict(zip(COLUMNS, (rows, mix, *(round(figure, 2) for figure in figures)), strict=True))
+    return dict(zip(COLUMNS, (rows, *(round(figure, 2) for figure in figures)), strict=True))
 
 
 def run(rows: list[int], steps: int, only_json: bool) -> int:
     gc.disable()
-    results = [measure(number, mix, steps) for mix in ("decode", "mixed") for number in rows]
+    results = {mix: [measure(number, mix, steps) for number in rows] for mix in ("decode", "mixed")}
     if not only_json:
-        print(" ".join(f"{name:>11}" for name in COLUMNS))
-        for result in results:
-            print(" ".join(f"{result[name]:>11}" for name in COLUMNS))
-    for result in results:
-        print(json.dumps(result))
+        print(" ".join(f"{name:>11}" for name in ("mix", *COLUMNS)))
+        for mix, lines in results.items():
+            for line in lines:
+                print(" ".join(f"{cell:>11}" for cell in (mix, *line.values())))
+    for decode, mixed_too in zip(results["decode"], results["mixed"], strict=True):
+        print(json.dumps(decode | {"mixed": mixed_too}))
     return 0

@@ -45,37 +45,40 @@ class AsyncLine:
         self.socket.connect(address)
         self.address = address
         self.exchange = Exchange(time.monotonic())
-        self.news = asyncio.Condition()
         self.task = asyncio.create_task(self._listen())
 
     async def _listen(self) -> None:
-        await self.socket.send(self.exchange.hello())
-        while True:
-            if await self.socket.poll(int(SILENCE * 500)):
-                self.exchange.feed(await self.socket.recv(), time.monotonic())
-            ping = self.exchange.tick(time.monotonic())
-            if ping is not None:
-                await self.socket.send(ping)
-            async with self.news:
-                self.news.notify_all()
-
-    async def until(self, done: Callable[[], Any], timeout: float, late: Exception) -> None:
-        async def wait() -> None:
-            async with self.news:
-                await self.news.wait_for(lambda: done() or self.task.done())
-
         try:
-            await asyncio.wait_for(wait(), timeout)
-        except asyncio.TimeoutError:
-            raise late from None
-        if not done():
-            raise CannotConnect("the client is closed")
+            await self.socket.send(self.exchange.hello())
+            while True:
+                if await self.socket.poll(int(SILENCE * 500)):
+                    self.exchange.feed(await self.socket.recv(), time.monotonic())
+                ping = self.exchange.tick(time.monotonic())
+                if ping is not None:
+                    await self.socket.send(ping)
+        finally:
+            self.exchange.fail(CannotConnect("the client is closed"))
+
+    async def changed(self, pending: Pending, timeout: float, late: Exception) -> None:
+        """Until something of `pending` has come. Raises `late` after `timeout` seconds."""
+        loop = asyncio.get_running_loop()
+        waiter: asyncio.Future[None] = loop.create_future()
+
+        def settle(error: Exception | None = None) -> None:
+            if not waiter.done():
+                waiter.set_exception(error) if error else waiter.set_result(None)
+
+        pending.changed = settle
+        timer = loop.call_later(timeout, settle, late)
+        try:
+            await waiter
+        finally:
+            timer.cancel()
+            pending.changed = bool
 
     async def close(self) -> None:
         self.task.cancel()
         await asyncio.gather(self.task, return_exceptions=True)
-        async with self.news:
-            self.news.notify_all()
         self.socket.close()
 
 
@@ -99,7 +102,7 @@ class AsyncClient:
         self._lines = [first]
         try:
             late = CannotConnect("the server does not answer")
-            await first.until(lambda: first.exchange.welcome, self._connect_timeout, late)
+            await first.changed(first.exchange.greeting, self._connect_timeout, late)
         except CannotConnect:
             await self.close()
             raise
@@ -175,7 +178,8 @@ class AsyncClient:
     async def _answer(self, line: AsyncLine, pending: Pending, kind: type[R], timeout: float | None = None) -> R:
         timeout = timeout or self.timeout
         try:
-            await line.until(lambda: pending.over, timeout, TimedOut(f"no answer within {timeout:.0f} s"))
+            while not pending.over:
+                await line.changed(pending, timeout, TimedOut(f"no answer within {timeout:.0f} s"))
         except (TimedOut, asyncio.CancelledError):
             await abort(line, pending)
             raise
@@ -223,7 +227,8 @@ class AsyncStream:
         pending = self._pending
         late = TimedOut(f"no token within {self._timeout:.0f} s")
         while self.result is None:
-            await self._line.until(lambda: pending.events or pending.over, self._timeout, late)
+            if not pending.events and not pending.over:
+                await self._line.changed(pending, self._timeout, late)
             if not pending.events:
                 if pending.error is not None:
                     raise pending.error

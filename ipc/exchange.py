@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -67,6 +68,9 @@ class Pending:
     error: SidestepError | None = None
     received: int = 0  # output tokens
     over: bool = False
+    changed: Callable[[], object] = (
+        bool  # called when an event or the end has come; for shells that wait without a loop
+    )
 
 
 class Exchange:
@@ -74,6 +78,7 @@ class Exchange:
 
     def __init__(self, now: float) -> None:
         self.welcome: Welcome | None = None
+        self.greeting = Pending("")  # over once the server has answered the hello
         self.pending: dict[str, Pending] = {}
         self.heard = now
         self.asked = now
@@ -107,6 +112,7 @@ class Exchange:
     def forget(self, pending: Pending) -> None:
         pending.over = True
         self.pending.pop(pending.label, None)
+        pending.changed()
 
     def feed(self, frame: bytes, now: float) -> None:
         """Take a reply. Replies nobody waits for are dropped; one that cannot be read fails what is under way."""
@@ -118,6 +124,7 @@ class Exchange:
             return
         if isinstance(message, Welcome):
             self.welcome = message
+            self.forget(self.greeting)
         elif isinstance(message, Chunks):
             for chunk in message.items:
                 self._chunk(chunk)
@@ -150,6 +157,7 @@ class Exchange:
             return
         pending.received = chunk.offset + len(chunk.ids)
         pending.events.append(chunk)
+        pending.changed()
 
     def _error(self, message: Error) -> None:
         error = from_wire(message.code, message.message, message.param)

@@ -32,7 +32,6 @@ from ipc.messages import (
     PROTOCOL,
     Abort,
     Admit,
-    Ask,
     Cancel,
     Detokenize,
     Detokenized,
@@ -47,14 +46,12 @@ from ipc.messages import (
     Rejected,
     ReplicaReady,
     Status,
-    StatusReply,
     TokenBatch,
     Tokenize,
     Tokenized,
     ToScheduler,
     ToTokenizer,
     Trace,
-    TraceReply,
     Track,
     Welcome,
     decode_from_client,
@@ -65,6 +62,7 @@ from ipc.sockets import Receiver, Sender
 from proc.conversation import Live, resolved
 from proc.models import served_name
 from proc.prompts import Prompts
+from proc.questions import Questions
 from proc.role import Command, Poller, ProcessSpec
 from proc.routing import Routing
 from proc.settings import UsageError
@@ -93,7 +91,6 @@ class TokenizerLoop:
         self.routing = Routing(spec.num_schedulers)
         self.live: dict[int, Live] = {}
         self.labels: dict[tuple[bytes, str], int] = {}
-        self.asks: dict[int, tuple[bytes, Status | Trace, list[Load]]] = {}
         self.steps: deque[list[int]] = deque(maxlen=STEPS)  # STEP_COLUMNS of each
         self.unsent: list[list[int]] = []  # of `steps`, what the clients have not been sent yet
         self.next_number = 0
@@ -124,6 +121,9 @@ class TokenizerLoop:
         self.max_model_len = min(replica.max_model_len for replica in self.replicas)
         self.vocab_size = min(replica.vocab_size for replica in self.replicas)
         self.prompts = Prompts(self.tokenizer, self.max_model_len, self.vocab_size)
+        facts: dict[str, Any] = {"model": self.name, "device": self.replicas[0].device}
+        facts |= {"vocab_size": self.vocab_size, "max_model_len": self.max_model_len}
+        self.questions = Questions(self.index, self.schedulers, facts)
         return {"public": self.public.address}
 
     def turn(self, poller: Poller) -> None:
@@ -210,11 +210,7 @@ class TokenizerLoop:
         self.public.send(client, ModelList(message.id, [self.name]))
 
     def ask(self, client: bytes, message: Status | Trace) -> None:
-        """Answered once every scheduler has."""
-        self.next_number += 1
-        self.asks[self.next_number] = (client, message, [])
-        for scheduler in self.schedulers:
-            scheduler.send(Ask(self.index, self.next_number, isinstance(message, Trace)))
+        self.questions.ask(client, message)
 
     def ping(self, client: bytes, message: Ping) -> None:
         self.public.send(client, Pong(message.id))
@@ -286,22 +282,10 @@ class TokenizerLoop:
         else:
             self.end(number, "length", None)
 
-    def take_load(self, message: Load) -> None:
-        client, asked, loads = self.asks[message.ask]
-        loads.append(message)
-        if len(loads) < len(self.schedulers):
-            return
-        del self.asks[message.ask]
-        if isinstance(asked, Trace):
-            tracks = [Track(f"scheduler{load.scheduler}", load.columns, load.rows) for load in loads]
-            mine = Track(f"tokenizer{self.index}", list(STEP_COLUMNS), list(self.steps))
-            self.public.send(client, TraceReply(asked.id, [*tracks, mine]))
-            return
-        figures = [load.figures for load in loads]
-        total: dict[str, Any] = {name: sum(load[name] for load in figures) for name in figures[0]}
-        total |= {"replicas": len(loads), "model": self.name, "device": self.replicas[0].device}
-        total |= {"vocab_size": self.vocab_size, "max_model_len": self.max_model_len}
-        self.public.send(client, StatusReply(asked.id, total))
+    def take_load(self, load: Load) -> None:
+        reply = self.questions.take(load, Track(f"tokenizer{self.index}", list(STEP_COLUMNS), list(self.steps)))
+        if reply is not None:
+            self.public.send(*reply)
 
     # -- the last word
 

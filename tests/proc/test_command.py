@@ -79,7 +79,9 @@ def test_an_error_of_a_request_is_one_line() -> None:
 def test_bench_step_prints_json() -> None:
     done = run("bench", "step", "--rows", "4", "--steps", "20", "--json")
     figures = json.loads(done.stdout)
-    assert figures["rows"] == 4 and figures["total_us"] > 0
+    for line in (figures, figures["mixed"]):
+        parts = [line[name] for name in ("plan_us", "commit_us", "encode_us")]
+        assert line["rows"] == 4 and min(parts) > 0 and line["total_us"] == pytest.approx(sum(parts), abs=0.05)
 
 
 def test_bench_serving_reports_every_request(tmp_path: Path) -> None:
