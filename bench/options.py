@@ -45,7 +45,7 @@ def add_overlap_flags(parser: argparse.ArgumentParser) -> None:
     add("--num-prompts", type=int, help="requests (default: the workload's)")
     add("--repeats", type=int, default=1, help="rounds through all modes; the figures are medians")
     add("--device", help="another simulated device, sim:NAME or sim:FILE.toml")
-    add("--model", default="smollm2", help="whose vocabulary and tokenizer are used")
+    add("--model", default="smollm2", help="whose vocabulary is used; bytes: none")
     add("--sim-launch-ms", type=float, nargs="+", default=[], help="the host's work per step, one variant each")
     add("--sim-launch-work", nargs="+", choices=("torch", "python"), default=["torch"], help="what it is made of")
     add("--longest", type=float, default=15.0, help="seconds after which no further request arrives")

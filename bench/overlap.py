@@ -36,6 +36,7 @@ MODES = {  # (--procs, --overlap-depth)
     "depth1": ("3", 1),
     "depth2": ("3", 2),
 }
+BYTES = "bytes"  # as --model: no vocabulary but the 256 bytes
 SHOWN = {  # column → figure
     "req/s": "request_throughput",
     "tok/s": "output_throughput",
@@ -62,9 +63,9 @@ class Run:
 def main(given: argparse.Namespace) -> int:
     runs: list[Run] = []
     modes = _modes(given.modes)
-    folder = prepare(Settings(model=given.model), print)
-    vocab_size = json.loads((Path(folder) / "config.json").read_text())["vocab_size"]
-    given.model = folder
+    folder = "" if given.model == BYTES else prepare(Settings(model=given.model), print)
+    vocab_size = json.loads((Path(folder) / "config.json").read_text())["vocab_size"] if folder else 256
+    given.model = folder or Settings.model  # the default model's name means bytes on a simulated device
     work = _launches(workload(given.workload, given.num_prompts, vocab_size, given.seed), given)
     if given.device:
         work = replace(work, device=given.device)

@@ -62,3 +62,16 @@ def test_unknown_names_are_refused_with_the_nearest(capsys: pytest.CaptureFixtur
 def test_what_differs_is_one_line() -> None:
     assert non_defaults(Settings()) == "all defaults"
     assert non_defaults(Settings(procs="2", seed=1)) == "procs=2 seed=1"
+
+
+def test_simulated_devices_by_name() -> None:
+    assert read("--device", "sim:h100-llama-3.1-8b", "--sim-launch-ms", "6").timing == "h100-llama-3.1-8b"
+    assert read("--device", "sim").simulated and not read("--device", "sim").timing
+    for arguments, words in (
+        (("--device", "sim:h100-llama"), "no simulated device 'h100-llama'"),
+        (("--device", "simulated"), "--device must be"),
+        (("--device", "sim", "--sim-launch-ms", "1"), "--sim-launch-ms must be left out"),
+        (("--device", "sim:h100-llama-3.1-8b", "--sim-launch-ms", "-1"), "--sim-launch-ms must be at least 0"),
+    ):
+        with pytest.raises(UsageError, match=words):
+            read(*arguments)
