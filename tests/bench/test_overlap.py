@@ -11,6 +11,7 @@ import pytest
 
 from bench.overlap import Run, _equal
 from bench.overlap_workloads import STREAMS, sharegpt_lengths, workload
+from bench.picture import idle_by_mode
 from proc.settings import UsageError
 from tests.runtime.test_roofline import FILE
 
@@ -74,3 +75,13 @@ def test_an_unknown_mode_is_refused() -> None:
     command = [sys.executable, "-m", "proc", "bench", "overlap", "--modes", "depth9"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=ROOT, check=False)
     assert done.returncode == 2 and "--modes: 'depth9' is none of threads" in done.stderr
+
+
+def test_a_picture_of_the_idle_share(tmp_path: Path) -> None:
+    line = {"workload": "small-steps", "device": "sim:x", "variant": ""}
+    lines = [
+        line | {"mode": mode, "idle_with_work_fraction": share} for mode, share in (("depth0", 0.4), ("depth1", 0.01))
+    ]
+    idle_by_mode(lines, tmp_path / "idle.svg")
+    words = (tmp_path / "idle.svg").read_text()
+    assert words.startswith("<?xml") and "<svg" in words
