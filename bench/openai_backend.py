@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -75,3 +76,6 @@ class OpenAIBackend:
 
     async def retokenize(self, text: str) -> int | None:
         return None
+
+    async def device(self) -> tuple[float, float]:
+        return math.nan, math.nan

@@ -19,6 +19,8 @@ class Sample:
     input_tokens: int
     output_tokens: int
     retokenized: int | None
+    device_busy: float  # seconds; not-a-number where the server does not tell
+    device_idle: float  # seconds, while it had work
     e2e: list[float]
     ttft: list[float]
     tpot: list[float]
@@ -48,6 +50,8 @@ def summary(sample: Sample, given: argparse.Namespace) -> dict[str, Any]:
         "request_throughput": sample.completed / sample.duration,
         "input_throughput": sample.input_tokens / sample.duration,
         "output_throughput": sample.output_tokens / sample.duration,
+        "device_busy_s": sample.device_busy,
+        "idle_with_work_fraction": sample.device_idle / max(sample.device_busy + sample.device_idle, 1e-9),
     }
     for key, times in zip(SECTIONS, (sample.e2e, sample.ttft, sample.tpot, sample.itl), strict=True):
         values = np.array(times or [float("nan")]) * 1000
@@ -76,6 +80,10 @@ def print_report(figures: dict[str, Any]) -> None:
         print(f"{title:-^50}")
         for kind in ("mean", "median", "p99"):
             _row(f"{kind.capitalize()} {SHORT[key]} (ms):", figures[f"{kind}_{key}_ms"])
+    if figures["device_busy_s"] is not None:
+        print(f"{'Device':-^50}")
+        _row("Busy (s):", figures["device_busy_s"])
+        _row("Idle with work (%):", 100 * figures["idle_with_work_fraction"])
     print("=" * 50)
 
 

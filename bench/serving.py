@@ -53,6 +53,9 @@ class Backend(Protocol):
     async def retokenize(self, text: str) -> int | None:
         """Tokens of a text, None where the server does not tell."""
 
+    async def device(self) -> tuple[float, float]:
+        """Seconds so far that the device was busy, and idle while it had work; not-a-number where nobody tells."""
+
 
 class SidestepBackend:
     name = "sidestep"
@@ -86,6 +89,10 @@ class SidestepBackend:
     async def retokenize(self, text: str) -> int | None:
         return len(await self.client.tokenize(text, add_special_tokens=False))
 
+    async def device(self) -> tuple[float, float]:
+        status = await self.client.status()
+        return status["device_busy_s"], status["device_idle_with_work_s"]
+
 
 def main(given: argparse.Namespace) -> int:
     return int(uvloop.run(_main(given)))
@@ -96,8 +103,10 @@ async def _main(given: argparse.Namespace) -> int:
         work = [await _counted(backend, job) for job in jobs(given, await backend.vocabulary())]
         for job in work[: given.warmup_requests]:
             await backend.request(Outcome(job), not given.disable_ignore_eos)
+        before = await backend.device()
         outcomes, seconds = await _run(backend, work, given)
-        sample = await _sample(backend, outcomes, seconds)
+        busy, idle = (now - then for now, then in zip(await backend.device(), before, strict=True))
+        sample = await _sample(backend, outcomes, seconds, busy, idle)
     figures = summary(sample, given)
     print_report(figures)
     for error, count in Counter(outcome.error for outcome in outcomes if outcome.error).items():
@@ -162,7 +171,7 @@ async def _arrivals(work: list[Job], given: argparse.Namespace) -> AsyncIterator
             due += draw.gamma(given.burstiness, 1 / (given.request_rate * given.burstiness))
 
 
-async def _sample(backend: Backend, outcomes: list[Outcome], seconds: float) -> Sample:
+async def _sample(backend: Backend, outcomes: list[Outcome], seconds: float, busy: float, idle: float) -> Sample:
     done = [outcome for outcome in outcomes if not outcome.error]
     again = [await backend.retokenize("".join(outcome.text)) for outcome in done]
     return Sample(
@@ -172,6 +181,8 @@ async def _sample(backend: Backend, outcomes: list[Outcome], seconds: float) -> 
         sum(outcome.prompt_tokens for outcome in done),
         sum(outcome.output_tokens for outcome in done),
         None if None in again else sum(count or 0 for count in again),
+        busy,
+        idle,
         [outcome.token_times[-1] - outcome.sent for outcome in done if outcome.token_times],
         [outcome.token_times[0] - outcome.sent for outcome in done if outcome.token_times],
         [

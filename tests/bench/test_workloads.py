@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +60,7 @@ def test_options_that_do_not_fit(changes: dict[str, Any], words: str) -> None:
 
 
 def test_the_report(capsys: pytest.CaptureFixture[str]) -> None:
-    sample = Sample("sidestep", 2.0, 3, 30, 60, None, [1.0, 2.0, 3.0], [0.1, 0.2, 0.3], [0.01], [0.01, 0.02])
+    sample = Sample("sidestep", 2.0, 3, 30, 60, None, 1.5, 0.5, [1.0, 2.0, 3.0], [0.1, 0.2, 0.3], [0.01], [0.01, 0.02])
     figures = summary(sample, given(num_prompts=4))
     assert (figures["completed"], figures["failed"], figures["output_throughput"]) == (3, 1, 30.0)
     assert figures["mean_ttft_ms"] == pytest.approx(200) and figures["p99_itl_ms"] == pytest.approx(19.9)
@@ -68,6 +69,9 @@ def test_the_report(capsys: pytest.CaptureFixture[str]) -> None:
     assert lines[0] == "============ Serving Benchmark Result ============" and lines[-1] == "=" * 50
     assert "Successful requests:                     3         " in lines
     assert "---------------Time to First Token----------------" in lines
+    assert "Idle with work (%):                      25.00     " in lines
     json.dumps(figures, allow_nan=False)
-    empty = summary(Sample("sidestep", 2.0, 0, 0, 0, None, [], [], [], []), given(num_prompts=4))
+    empty = summary(Sample("openai", 2.0, 0, 0, 0, None, math.nan, math.nan, [], [], [], []), given(num_prompts=4))
     json.dumps(empty, allow_nan=False)
+    print_report(empty)
+    assert "Device" not in capsys.readouterr().out
