@@ -12,7 +12,7 @@ import zmq.asyncio
 
 from ipc.client import find_address
 from ipc.errors import CannotConnect, InternalError, TimedOut
-from ipc.exchange import SILENCE, Completion, Exchange, Pending, completion, generate_message
+from ipc.exchange import SILENCE, Completion, Exchange, Pending, completion, generate_message, merged
 from ipc.messages import (
     MAX_FRAME,
     Chunk,
@@ -20,6 +20,8 @@ from ipc.messages import (
     Detokenized,
     Done,
     FromClient,
+    Metrics,
+    MetricsReply,
     ModelList,
     Models,
     Status,
@@ -83,7 +85,7 @@ class AsyncLine:
 
 
 class AsyncClient:
-    """`async with AsyncClient() as client:`; arguments as for `Client`."""
+    """Used as `async with AsyncClient() as client:`; as `Client`. `address` may be several, with blanks between."""
 
     def __init__(self, address: str | None = None, timeout: float = 600.0, connect_timeout: float = 5.0) -> None:
         self.timeout, self._address, self._connect_timeout = timeout, address, connect_timeout
@@ -98,8 +100,8 @@ class AsyncClient:
         await self.close()
 
     async def connect(self) -> None:
-        first = AsyncLine(self._address or find_address())
-        self._lines = [first]
+        self._lines = [AsyncLine(address) for address in (self._address or find_address()).split()]
+        first = self._lines[0]
         try:
             late = CannotConnect("the server does not answer")
             await first.changed(first.exchange.greeting, self._connect_timeout, late)
@@ -109,7 +111,8 @@ class AsyncClient:
         welcome = first.exchange.welcome
         assert welcome is not None
         self.model, self.max_model_len = welcome.model, welcome.max_model_len
-        self._lines += [AsyncLine(other) for other in welcome.addresses if other != first.address]
+        known = {line.address for line in self._lines}
+        self._lines += [AsyncLine(other) for other in welcome.addresses if other not in known]
 
     async def close(self) -> None:
         lines, self._lines = self._lines, []
@@ -139,8 +142,11 @@ class AsyncClient:
         message = generate_message(line.exchange.label(), True, prompt, messages, wishes)
         return AsyncStream(line, await self._send(line, message), timeout or self.timeout)
 
-    async def tokenize(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        return (await self._ask(lambda label: Tokenize(label, text, None, add_special_tokens), Tokenized)).ids
+    async def tokenize(
+        self, text: str | None, add_special_tokens: bool = True, *, messages: list[dict[str, Any]] | None = None
+    ) -> list[int]:
+        """Of a text, or of a conversation."""
+        return (await self._ask(lambda label: Tokenize(label, text, messages, add_special_tokens), Tokenized)).ids
 
     async def detokenize(self, ids: list[int], skip_special_tokens: bool = False) -> str:
         return (await self._ask(lambda label: Detokenize(label, ids, skip_special_tokens), Detokenized)).text
@@ -159,6 +165,15 @@ class AsyncClient:
             for line in list(self._lines)
         ]
         return list({track.role: track for reply in replies for track in reply.tracks}.values())
+
+    async def metrics(self) -> MetricsReply:
+        """Figures and histograms of all schedulers and tokenizers."""
+        return merged(
+            [
+                await self._answer(line, await self._send(line, Metrics(line.exchange.label())), MetricsReply)
+                for line in list(self._lines)
+            ]
+        )
 
     async def _whole(
         self,
@@ -224,22 +239,37 @@ class AsyncStream:
         await self.close()
 
     async def __aiter__(self) -> AsyncIterator[Chunk]:
-        pending = self._pending
         late = TimedOut(f"no token within {self._timeout:.0f} s")
-        while self.result is None:
-            if not pending.events and not pending.over:
-                await self._line.changed(pending, self._timeout, late)
-            if not pending.events:
-                if pending.error is not None:
-                    raise pending.error
-                return
+        while self.result is None and not self.closed:
+            for chunk in await self.take(self._timeout, late):
+                yield chunk
+
+    @property
+    def closed(self) -> bool:
+        """Ended from this side: nothing more will come."""
+        pending = self._pending
+        return pending.over and pending.error is None and not pending.events and self.result is None
+
+    async def take(self, timeout: float, late: Exception) -> list[Chunk]:
+        """All that has come: at least one chunk until `result` is there or the stream is closed.
+
+        Raises the request's error, or `late` after `timeout` seconds without anything.
+        """
+        pending = self._pending
+        if not pending.events and not pending.over:
+            await self._line.changed(pending, timeout, late)
+        if pending.error is not None and not pending.events:
+            raise pending.error
+        chunks = []
+        while pending.events:
             event = pending.events.popleft()
             if isinstance(event, Done):
                 self.result = completion(event, "".join(self._text), self._ids)
             else:
                 self._text.append(event.text)
                 self._ids += event.ids
-                yield event
+                chunks.append(event)
+        return chunks
 
     async def close(self) -> None:
         """Abort what has not come yet."""

@@ -12,7 +12,7 @@ import zmq
 
 from ipc.endpoints import discover
 from ipc.errors import CannotConnect, InternalError, TimedOut
-from ipc.exchange import Completion, Exchange, Pending, completion, generate_message
+from ipc.exchange import Completion, Exchange, Pending, completion, generate_message, merged
 from ipc.messages import (
     MAX_FRAME,
     Chunk,
@@ -20,6 +20,8 @@ from ipc.messages import (
     Detokenized,
     Done,
     FromClient,
+    Metrics,
+    MetricsReply,
     ModelList,
     Models,
     Status,
@@ -122,8 +124,11 @@ class Client:
         message = generate_message(line.exchange.label(), True, prompt, messages, wishes)
         return Stream(self, line, self._send(line, message), timeout or self.timeout)
 
-    def tokenize(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        return self._ask(lambda label: Tokenize(label, text, None, add_special_tokens), Tokenized).ids
+    def tokenize(
+        self, text: str | None, add_special_tokens: bool = True, *, messages: list[dict[str, Any]] | None = None
+    ) -> list[int]:
+        """Of a text, or of a conversation."""
+        return self._ask(lambda label: Tokenize(label, text, messages, add_special_tokens), Tokenized).ids
 
     def detokenize(self, ids: list[int], skip_special_tokens: bool = False) -> str:
         return self._ask(lambda label: Detokenize(label, ids, skip_special_tokens), Detokenized).text
@@ -141,6 +146,14 @@ class Client:
             lines = list(self._lines)
         replies = [self._answer(line, self._send(line, Trace(line.exchange.label())), TraceReply) for line in lines]
         return list({track.role: track for reply in replies for track in reply.tracks}.values())
+
+    def metrics(self) -> MetricsReply:
+        """Figures and histograms of all schedulers and tokenizers."""
+        with self._lock:
+            lines = list(self._lines)
+        return merged(
+            [self._answer(line, self._send(line, Metrics(line.exchange.label())), MetricsReply) for line in lines]
+        )
 
     def _whole(
         self,

@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 
 from ipc.errors import InternalError, InvalidRequest, ProcessDied, SidestepError, from_wire
+from ipc.histogram import total
 from ipc.messages import (
     Abort,
     Chunk,
@@ -24,6 +25,7 @@ from ipc.messages import (
     FromClient,
     Generate,
     Hello,
+    MetricsReply,
     Ping,
     SamplingParams,
     ToClient,
@@ -41,6 +43,7 @@ GENERATE_FIELDS = {
     "priority",
     "return_prompt_ids",
     "add_generation_prompt",
+    "continue_final_message",
     "chat_template_kwargs",
 }
 
@@ -213,3 +216,15 @@ def generate_message(
     sampling.check()
     text, ids = (prompt, None) if isinstance(prompt, str) else (None, prompt)
     return Generate(label, text, messages, ids, sampling=sampling, stream=stream, **fields)
+
+
+def merged(replies: list[MetricsReply]) -> MetricsReply:
+    """The metrics of several tokenizers as one: each knows all schedulers' figures, and its own requests."""
+    mine = ("prompt_tokens_total", "generation_tokens_total", "request_success_total")
+    figures = dict(replies[0].figures)
+    for name in figures:
+        if name.startswith(mine):
+            figures[name] = sum(reply.figures[name] for reply in replies)
+    own = [name for name in replies[0].histograms if name not in ("request_queue_time_seconds", "step_plan_seconds")]
+    sums = total([{name: reply.histograms[name] for name in own} for reply in replies])
+    return MetricsReply(replies[0].id, figures, replies[0].histograms | sums)

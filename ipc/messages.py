@@ -11,6 +11,7 @@ from typing import Annotated, Any
 import msgspec
 
 from ipc.errors import InvalidRequest
+from ipc.histogram import Histogram
 
 PROTOCOL = 1
 MAX_FRAME = 64 << 20  # bytes; a larger one is refused by the socket
@@ -44,7 +45,7 @@ class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, om
             ("top_p", self.top_p is None or 0 < self.top_p <= 1, "above 0, at most 1"),
             ("min_p", self.min_p is None or 0 <= self.min_p <= 1, "between 0 and 1"),
             ("max_tokens", self.max_tokens is None or self.max_tokens >= 1, "at least 1"),
-            ("seed", (self.seed or 0) < 2**64, "below 2**64"),
+            ("seed", 0 <= (self.seed or 0) < 2**64, "between 0 and 2**64 - 1"),
             ("min_tokens", 0 <= self.min_tokens <= (self.max_tokens or infinity), "between 0 and max_tokens"),
             ("stop", "" not in self.stop and len(self.stop) <= 64, "at most 64 strings, none of them empty"),
             ("stop_token_ids", all(0 <= i < 2**31 for i in self.stop_token_ids), "token ids"),
@@ -80,6 +81,7 @@ class Generate(Public, frozen=True, tag="generate"):
     priority: Priority = 0  # lower runs first
     return_prompt_ids: bool = False
     add_generation_prompt: bool = True
+    continue_final_message: bool = False  # the answer goes on where the last message, the assistant's, ends
     chat_template_kwargs: dict[str, Any] = {}
 
 
@@ -112,6 +114,12 @@ class Status(Public, frozen=True, tag="status"):
 
 class Trace(Public, frozen=True, tag="trace"):
     """The times of the last steps."""
+
+    id: str
+
+
+class Metrics(Public, frozen=True, tag="metrics"):
+    """Figures and histograms, for /metrics."""
 
     id: str
 
@@ -207,12 +215,32 @@ class TraceReply(Public, frozen=True, tag="trace_reply"):
     tracks: list[Track]  # of all schedulers and of the tokenizer that answers
 
 
+class MetricsReply(Public, frozen=True, tag="metrics_reply"):
+    """Of all schedulers, and of the requests of the tokenizer that answers."""
+
+    id: str
+    figures: dict[str, float]
+    histograms: dict[str, Histogram]
+
+
 class Pong(Public, frozen=True, tag="pong"):
     id: str
 
 
-FromClient = Hello | Generate | Abort | Tokenize | Detokenize | Models | Status | Trace | Ping
-ToClient = Welcome | Chunks | Done | Error | Tokenized | Detokenized | ModelList | StatusReply | TraceReply | Pong
+FromClient = Hello | Generate | Abort | Tokenize | Detokenize | Models | Status | Trace | Metrics | Ping
+ToClient = (
+    Welcome
+    | Chunks
+    | Done
+    | Error
+    | Tokenized
+    | Detokenized
+    | ModelList
+    | StatusReply
+    | TraceReply
+    | MetricsReply
+    | Pong
+)
 _decoder = msgspec.msgpack.Decoder(FromClient)
 _client_decoder = msgspec.msgpack.Decoder(ToClient)
 _encoder = msgspec.msgpack.Encoder()
@@ -224,14 +252,18 @@ def decode_from_client(frame: bytes) -> FromClient:
     try:
         return _decoder.decode(frame)
     except msgspec.ValidationError as error:
-        words = str(error)
-        param = words.rpartition(" - at `$.")[2].rstrip("`") if " - at `$." in words else None
-        for before in ("unknown field `", "missing required field `"):
-            if before in words:
-                param = words.split(before)[1].split("`")[0]
-        raise InvalidRequest(words, param) from None
+        raise InvalidRequest(str(error), field_of(error)) from None
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError, ValueError) as error:
         raise InvalidRequest(f"the message cannot be read: {error}") from None
+
+
+def field_of(error: msgspec.ValidationError) -> str | None:
+    """The field that msgspec's words are about."""
+    words = str(error)
+    for before in ("unknown field `", "missing required field `"):
+        if before in words:
+            return words.split(before)[1].split("`")[0]
+    return words.rpartition(" - at `$.")[2].rstrip("`") if " - at `$." in words else None
 
 
 def label_of(frame: bytes) -> str | None:
@@ -333,6 +365,7 @@ class Load(msgspec.Struct, frozen=True, tag=True, array_like=True):
     scheduler: int
     ask: int
     figures: dict[str, float]
+    histograms: dict[str, Histogram] = {}
     columns: list[str] = []
     rows: list[list[int]] = []
 

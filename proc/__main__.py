@@ -119,12 +119,13 @@ def serve(given: argparse.Namespace) -> int:
     settings = from_arguments(given)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # gives up the start, which cleans up
-    server = Supervisor(settings, say)
+    server = Supervisor(settings, say, http=1)
     say(f"settings: {non_defaults(settings)}")
     began = time.monotonic()
     server.start()
     _describe(server, settings, time.monotonic() - began)
-    print(f"sidestep is ready: zmq {' '.join(server.addresses)}", flush=True)
+    where = f"{server.url}  zmq" if server.url else "zmq"
+    print(f"sidestep is ready: {where} {' '.join(server.addresses)}", flush=True)
     stop: list[int] = []
     signal.signal(signal.SIGINT, lambda received, _: stop.append(received))
     signal.signal(signal.SIGTERM, lambda received, _: stop.append(received))

@@ -27,7 +27,7 @@ PR_SET_PDEATHSIG = 1
 
 
 class Word(msgspec.Struct, frozen=True):
-    """From a role to the supervisor: `ready` with what it knows, `ended`, or `failed` with the reason."""
+    """From a role to the supervisor: `ready` with what it knows, `obeyed` a command, `ended`, `failed` and why."""
 
     kind: str
     role: str
@@ -67,7 +67,7 @@ class Child:
             loop = _loop(role, self.spec)
             self.tell(Word("ready", str(role), loop.start() | {"thread": threading.get_native_id()}))
             gc.freeze()  # what was loaded stays: no collection needs to look at it again
-            run(loop, control, loop.sockets)
+            run(loop, control, loop.sockets, lambda command: self.tell(Word("obeyed", str(role), message=command.kind)))
             loop.close()
             self.tell(Word("ended", str(role)))
         except Exception as error:
@@ -97,6 +97,10 @@ def _loop(role: Role, spec: ProcessSpec) -> Any:
         from proc.scheduler import SchedulerLoop
 
         return SchedulerLoop(spec, role.index)
+    if role.name == "http":
+        from proc.http.role import HttpLoop
+
+        return HttpLoop(spec, role.index)
     from proc.worker import Worker
 
     return Worker(spec, role.index)

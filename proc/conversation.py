@@ -24,6 +24,7 @@ class Live:
         "first",
         "ids",
         "label",
+        "latest",
         "message",
         "prompt",
         "replica",
@@ -48,7 +49,7 @@ class Live:
             self.text.push(token)
         self.stop = self.text.stop
         self.shown: list[str] = []  # of an answer that is not streamed
-        self.replica = self.cached = self.first = 0
+        self.replica = self.cached = self.first = self.latest = 0
         self.arrived = time.monotonic_ns()
 
     def already_over(self, params: SamplingParams) -> tuple[str, int | str | None] | None:

@@ -28,6 +28,8 @@ class Prompts:
             return message.prompt_ids
         if message.prompt is not None:
             return self._text(message.prompt, True)
+        if message.continue_final_message:
+            return self._continued(message)
         return self._chat(message.messages or [], message.add_generation_prompt, message.chat_template_kwargs)
 
     def tokenize(self, message: Tokenize) -> list[int]:
@@ -49,10 +51,18 @@ class Prompts:
         if len(text) > self.max_model_len * LONGEST_TOKEN:
             raise PromptTooLong(f"{len(text)} characters cannot fit {self.max_model_len} tokens", "prompt")
 
+    def _continued(self, message: Generate) -> list[int]:
+        """The conversation up to the end of its last message, with nothing of the template behind it."""
+        conversation = text_messages(message.messages or [])
+        if "add_generation_prompt" in message.chat_template_kwargs or conversation[-1]["role"] != "assistant":
+            raise InvalidRequest("the last message to be continued must be the assistant's", "continue_final_message")
+        self._check_length("".join(part["content"] for part in conversation))
+        return self.tokenizer.chat(conversation, False, continued=True, **message.chat_template_kwargs)
+
     def _chat(self, messages: list[dict[str, Any]], prompt_follows: bool, variables: dict[str, Any]) -> list[int]:
         conversation = text_messages(messages)
         self._check_length("".join(message["content"] for message in conversation))
-        reserved = {"messages", "add_generation_prompt"} & set(variables)
+        reserved = {"messages", "add_generation_prompt", "continued"} & set(variables)
         if reserved:
             raise InvalidRequest(f"chat_template_kwargs must not name {min(reserved)}", "chat_template_kwargs")
         return self.tokenizer.chat(conversation, prompt_follows, **variables)

@@ -1,11 +1,15 @@
-"""What clients ask of the schedulers through a tokenizer: a status or a trace, answered once every scheduler has."""
+"""What clients ask of the schedulers through a tokenizer (status, trace, metrics), answered once all of them have."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from ipc.messages import Ask, Load, Status, StatusReply, ToScheduler, Trace, TraceReply, Track
+from ipc.histogram import total
+from ipc.messages import Ask, Load, Metrics, MetricsReply, Status, StatusReply, ToScheduler, Trace, TraceReply, Track
 from ipc.sockets import Sender
+from proc.counters import Counters
+
+Reply = StatusReply | TraceReply | MetricsReply
 
 
 class Questions:
@@ -13,17 +17,20 @@ class Questions:
 
     def __init__(self, index: int, schedulers: list[Sender[ToScheduler]], facts: dict[str, Any]) -> None:
         self.index, self.schedulers, self.facts = index, schedulers, facts
-        self._open: dict[int, tuple[bytes, Status | Trace, list[Load]]] = {}
+        self._open: dict[int, tuple[bytes, Status | Trace | Metrics, list[Load]]] = {}
         self._next = 0
 
-    def ask(self, client: bytes, message: Status | Trace) -> None:
+    def ask(self, client: bytes, message: Status | Trace | Metrics) -> None:
         self._next += 1
         self._open[self._next] = (client, message, [])
         for scheduler in self.schedulers:
             scheduler.send(Ask(self.index, self._next, isinstance(message, Trace)))
 
-    def take(self, load: Load, own: Track) -> tuple[bytes, StatusReply | TraceReply] | None:
-        """A scheduler's answer; the client and its reply when it is the last one. `own` is this tokenizer's track."""
+    def take(self, load: Load, steps: Track, counters: Counters) -> tuple[bytes, Reply] | None:
+        """A scheduler's answer; the client and its reply when it is the last one.
+
+        `steps` and `counters` are this tokenizer's part of a trace and of the metrics.
+        """
         client, asked, loads = self._open[load.ask]
         loads.append(load)
         if len(loads) < len(self.schedulers):
@@ -31,7 +38,9 @@ class Questions:
         del self._open[load.ask]
         if isinstance(asked, Trace):
             tracks = [Track(f"scheduler{one.scheduler}", one.columns, one.rows) for one in loads]
-            return client, TraceReply(asked.id, [*tracks, own])
-        names = loads[0].figures
-        total = {name: sum(one.figures[name] for one in loads) for name in names}
-        return client, StatusReply(asked.id, total | {"replicas": len(loads)} | self.facts)
+            return client, TraceReply(asked.id, [*tracks, steps])
+        figures = {name: sum(one.figures[name] for one in loads) for name in loads[0].figures}
+        if isinstance(asked, Status):
+            return client, StatusReply(asked.id, figures | {"replicas": len(loads)} | self.facts)
+        histograms = total([one.histograms for one in loads]) | counters.histograms
+        return client, MetricsReply(asked.id, figures | counters.figures(), histograms)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections import deque
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import msgspec
@@ -33,6 +34,7 @@ class ProcessSpec(msgspec.Struct, frozen=True):
     folder: str  # of the model; "" for the simulated device without one
     tables: list[int]  # the TokenTable's descriptor of each replica
     num_tokenizers: int
+    http_socket: int  # the listening socket's descriptor; -1 without HTTP
     control: int  # descriptor of the socket to the supervisor
     cores: dict[str, list[int]] = {}
     parent: int = 0  # pid that must be alive
@@ -80,6 +82,7 @@ class Poller:
     """Waits for any of a role's sockets or for a command."""
 
     def __init__(self, control: Control, *sockets: zmq.Socket[bytes]) -> None:
+        self.control = control
         self._poller = zmq.Poller()
         for readable in (control.fd, *sockets):
             self._poller.register(readable, zmq.POLLIN)
@@ -88,14 +91,15 @@ class Poller:
         self._poller.poll(max(int(seconds * 1000), 0))
 
 
-def run(loop: RoleLoop, control: Control, sockets: list[zmq.Socket[bytes]]) -> None:
-    """Turns until a stop, or until the role has finished."""
+def run(loop: RoleLoop, control: Control, sockets: list[zmq.Socket[bytes]], obeyed: Callable[[Command], None]) -> None:
+    """Turns until a stop, or until the role has finished; tells of each command that has been carried out."""
     poller = Poller(control, *sockets)
     while not loop.finished:
         for command in control.take():
             if command.kind == "stop":
                 return
             loop.command(command)
+            obeyed(command)
         if not loop.finished:
             loop.turn(poller)
 

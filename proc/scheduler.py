@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from ipc.endpoints import address
+from ipc.histogram import MICROSECONDS, SECONDS, Histogram, histogram
 from ipc.messages import (
     Admit,
     Ask,
@@ -46,6 +47,9 @@ class SchedulerLoop:
 
     def __init__(self, spec: ProcessSpec, index: int) -> None:
         self.spec, self.index = spec, index
+        self.arrived: dict[int, int] = {}  # ns, of the requests that have no slot yet
+        self.queued = histogram(SECONDS)
+        self.planned = histogram(MICROSECONDS)
         self.steps_ahead = 0  # results that came when the plan of the next step had been sent already
         self.table = TokenTable(table_shape(spec.settings), spec.tables[index])
         self.requests: Receiver[ToScheduler] = Receiver(address(spec.run_dir, "scheduler", index, "in"), ToScheduler)
@@ -116,7 +120,13 @@ class SchedulerLoop:
             if plan is None:
                 return
             self.plans.send(plan)
-            self.clock.sent(began, time.monotonic_ns())
+            sent = time.monotonic_ns()
+            self.clock.sent(began, sent)
+            self.planned.add((sent - began) / 1e9)
+            for slot in plan.admitted:
+                arrived = self.arrived.pop(int(self.engine.slots.request[slot.slot]), None)
+                if arrived is not None:
+                    self.queued.add((sent - arrived) / 1e9)
 
     def take_requests(self) -> None:
         """What has arrived, up to a number: the next plan must not wait for a burst."""
@@ -125,6 +135,7 @@ class SchedulerLoop:
             if message is None:
                 return
             if isinstance(message, Cancel):
+                self.arrived.pop(message.request, None)
                 self.engine.cancel(message.request)
             elif message.tokenizer >= len(self.tokenizers):
                 log.warning("dropped a message of tokenizer %d, which there is not", message.tokenizer)
@@ -138,6 +149,7 @@ class SchedulerLoop:
             self.clock.work_since = time.monotonic_ns()
         try:
             self.engine.admit(self.resolve(message))
+            self.arrived[message.request] = time.monotonic_ns()
         except AdmissionError as error:
             self.tokenizers[message.tokenizer].send(Rejected(message.request, error.code, str(error), error.param))
         except (ValueError, OverflowError) as error:  # arrays that are none, numbers no engine has
@@ -145,8 +157,8 @@ class SchedulerLoop:
 
     def answer(self, ask: Ask) -> Load:
         if ask.steps:
-            return Load(self.index, ask.ask, {}, list(COLUMNS), list(self.clock.steps))
-        return Load(self.index, ask.ask, self.figures())
+            return Load(self.index, ask.ask, {}, {}, list(COLUMNS), list(self.clock.steps))
+        return Load(self.index, ask.ask, self.figures(), self.histograms)
 
     def resolve(self, message: Admit) -> Request:
         """The caller's wishes turned into what the engine does. Raises `AdmissionError` for ids that cannot be."""
@@ -185,6 +197,10 @@ class SchedulerLoop:
             )
         self.clock.delivered()
 
+    @property
+    def histograms(self) -> dict[str, Histogram]:
+        return {"request_queue_time_seconds": self.queued, "step_plan_seconds": self.planned}
+
     def figures(self) -> dict[str, float]:
         """What /status sums over the replicas."""
         engine, limits = self.engine, self.engine.limits
@@ -197,6 +213,9 @@ class SchedulerLoop:
             "num_blocks": limits.num_blocks - 1,
             "cached_blocks": len(engine.cache),
             "preemptions": engine.num_preemptions,
+            "prefix_cache_queries": engine.num_looked_up,
+            "prefix_cache_hits": engine.num_found,
+            "overshoot_rows": engine.num_overshoot,
             "steps": engine.num_steps,
             "steps_planned_ahead": self.steps_ahead,
             **self.clock.figures(engine.has_work),

@@ -26,7 +26,7 @@ class Settings:
 
     model: str = flag("smollm2", "smollm2, a folder, a .gguf file or a hub id", "--model-path")
     served_model_name: str | None = flag(None, "the name clients see (default: the model's)")
-    procs: str = flag("3", "1, 2, 3, N > 3, or roles such as tokenizer=2,worker=1,scheduler=1")
+    procs: str = flag("3", "1, 2, 3, N > 3, or roles such as tokenizer=2,worker=1,http=2")
     cores: str | None = flag(None, "cores by role, such as worker=0-1,tokenizer=2")
     device: str = flag("auto", "auto, cpu, sim, sim:NAME such as sim:h100-llama-3.1-8b, or sim:FILE.toml")
     dtype: str = flag("auto", "of weights and KV", choices=("auto", "float32", "bfloat16", "float16"))
@@ -46,6 +46,13 @@ class Settings:
     overlap_depth: int = flag(1, "steps planned past the last result: 0, 1 or 2")
     disable_overlap: bool = flag(False, "the same as --overlap-depth 0")
     seed: int | None = flag(None, "of dummy weights, and of the seeds of requests that bring none", "--random-seed")
+    host: str = flag("127.0.0.1", "address of the HTTP server")
+    port: int = flag(8000, "of the HTTP server; 0 takes a free one")
+    api_key: str | None = flag(None, "keys that HTTP requests must bring, comma-separated, or @FILE with one a line")
+    cors_origins: str | None = flag(None, "origins whose pages may ask, comma-separated, or * (default: none)")
+    ssl_keyfile: str | None = flag(None, "PEM; with --ssl-certfile the HTTP server speaks TLS")
+    ssl_certfile: str | None = flag(None, "PEM")
+    enable_log_requests: bool = flag(False, "log each HTTP request's path, status and time", "--log-requests")
     zmq_address: str | None = flag(
         None, "public address, such as tcp://127.0.0.1:5555 (default: a private ipc:// path)"
     )
@@ -67,6 +74,8 @@ class Settings:
             ("max_num_queued_reqs", (self.max_num_queued_reqs or 0) >= 0, "at least 0"),
             ("seed", 0 <= (self.seed or 0) < 2**64, "between 0 and 2**64 - 1"),
             ("device", self.simulated or self.device in ("auto", "cpu"), "auto, cpu, sim or sim:NAME in this version"),
+            ("port", 0 <= self.port <= 65535, "between 0 and 65535"),
+            ("ssl_keyfile", bool(self.ssl_keyfile) == bool(self.ssl_certfile), "given together with --ssl-certfile"),
             ("sim_launch_ms", (self.sim_launch_ms or 0) >= 0, "at least 0"),
             ("sim_launch_ms", self.sim_launch_ms is None or self.timing, "left out unless --device is sim:NAME"),
         ):

@@ -52,6 +52,7 @@ class Process:
     control: socket.socket
     cores: list[int]
     ready: dict[str, dict[str, Any]] = field(default_factory=dict)
+    informed: set[str] = field(default_factory=set)  # roles that know the tokenizers' addresses
     ended: set[str] = field(default_factory=set)
     failed: Word | None = None
     gone: bool = False
@@ -73,6 +74,8 @@ class Process:
             word = msgspec.json.decode(line, type=Word)
             if word.kind == "ready":
                 self.ready[word.role] = word.info
+            elif word.kind == "obeyed":
+                self.informed |= {word.role} if word.message == "addresses" else set()
             elif word.kind == "ended":
                 self.ended.add(word.role)
             elif self.failed is None:
@@ -87,6 +90,10 @@ class Process:
     def all_ready(self) -> bool:
         return len(self.ready) == len(self.roles)
 
+    @property
+    def all_informed(self) -> bool:
+        return len(self.informed) == len(self.roles)
+
 
 class Supervisor:
     """A server as a context: `start` returns when every process is ready, `stop` leaves nothing behind.
@@ -94,13 +101,14 @@ class Supervisor:
     Raises `UsageError` for settings that cannot be met and `StartError` when a process fails.
     """
 
-    def __init__(self, settings: Settings, tell: Callable[[str], None] = lambda line: None) -> None:
+    def __init__(self, settings: Settings, tell: Callable[[str], None] = lambda line: None, http: int = 0) -> None:
         self.settings, self.tell = settings, tell
-        self.topology: Topology = topology.parse(settings.procs)
+        self.topology: Topology = topology.parse(settings.procs, http)
         self.cores = parse_cores(settings.cores)
         self.processes: list[Process] = []
         self.addresses: list[str] = []
         self._tables: list[int] = []
+        self._http: socket.socket | None = None
         self._run_dir: Path | None = None
         self._selector = selectors.DefaultSelector()
 
@@ -114,16 +122,18 @@ class Supervisor:
 
     def start(self) -> None:
         try:
+            self._http = listen(self.settings) if self.topology.count("http") else None
             folder = prepare(self.settings, self.tell)
             self._spawn_all(folder)
             self._wait_until(lambda: all(p.all_ready for p in self.processes), self.settings.startup_timeout)
+            self.addresses = [self._info("tokenizer", n)["public"] for n in range(self.topology.count("tokenizer"))]
+            for process in self.processes:
+                process.send(Command("addresses", message=" ".join(self.addresses)))
+            self._wait_until(lambda: all(p.all_informed for p in self.processes), self.settings.startup_timeout)
         except BaseException:
             self._kill_all()
             self._clean()
             raise
-        self.addresses = [self._info("tokenizer", n)["public"] for n in range(self.topology.count("tokenizer"))]
-        for process in self.processes:
-            process.send(Command("addresses", message=" ".join(self.addresses)))
         assert self._run_dir is not None
         announce(self._run_dir, served_name(self.settings, folder), self.addresses)
 
@@ -162,6 +172,15 @@ class Supervisor:
                 rows.append((str(role), str(process.popen.pid), cores, info.get("device") or info.get("public") or ""))
         return rows
 
+    @property
+    def url(self) -> str:
+        """Of the HTTP server; "" without one."""
+        if self._http is None:
+            return ""
+        host, port = self._http.getsockname()[:2]
+        scheme = "https" if self.settings.ssl_certfile else "http"
+        return f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
+
     def worker_info(self) -> dict[str, Any]:
         return self._info("worker", 0)
 
@@ -184,6 +203,7 @@ class Supervisor:
             folder,
             self._tables,
             self.topology.count("tokenizer"),
+            -1 if self._http is None else self._http.fileno(),
             theirs.fileno(),
             self.cores,
             os.getpid() if in_main else 0,
@@ -191,7 +211,7 @@ class Supervisor:
         root = str(Path(__file__).parent.parent)
         popen = subprocess.Popen(
             [sys.executable, "-m", "proc.child", msgspec.json.encode(spec).decode()],
-            pass_fds=[theirs.fileno(), *self._tables],
+            pass_fds=[theirs.fileno(), *self._tables, *([self._http.fileno()] if self._http else [])],
             env=SPIN | os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))},
             stdin=subprocess.DEVNULL,
             start_new_session=True,
@@ -261,8 +281,21 @@ class Supervisor:
         for fd in self._tables:
             os.close(fd)
         self._tables, self.processes = [], []
+        if self._http is not None:
+            self._http.close()
+            self._http = None
         if self._run_dir is not None:
             shutil.rmtree(self._run_dir, ignore_errors=True)
+
+
+def listen(settings: Settings) -> socket.socket:
+    """The socket that all http processes accept from. Raises `UsageError` for an address that cannot be had."""
+    try:
+        family, _, _, _, address = socket.getaddrinfo(settings.host, settings.port, type=socket.SOCK_STREAM)[0]
+        return socket.create_server(address[:2], family=family, backlog=2048)
+    except OSError as error:
+        words = (error.strerror or str(error)).partition(" (while")[0]
+        raise UsageError(f"--host {settings.host} --port {settings.port}: {words}") from None
 
 
 def parse_cores(text: str | None) -> dict[str, list[int]]:

@@ -39,6 +39,7 @@ from ipc.messages import (
     Generate,
     Hello,
     Load,
+    Metrics,
     ModelList,
     Models,
     Ping,
@@ -60,6 +61,7 @@ from ipc.messages import (
 from ipc.public import PublicSocket
 from ipc.sockets import Receiver, Sender
 from proc.conversation import Live, resolved
+from proc.counters import Counters
 from proc.models import served_name
 from proc.prompts import Prompts
 from proc.questions import Questions
@@ -90,6 +92,7 @@ class TokenizerLoop:
         ]
         self.routing = Routing(spec.num_schedulers)
         self.live: dict[int, Live] = {}
+        self.counters = Counters()
         self.labels: dict[tuple[bytes, str], int] = {}
         self.steps: deque[list[int]] = deque(maxlen=STEPS)  # STEP_COLUMNS of each
         self.unsent: list[list[int]] = []  # of `steps`, what the clients have not been sent yet
@@ -209,7 +212,7 @@ class TokenizerLoop:
     def models(self, client: bytes, message: Models) -> None:
         self.public.send(client, ModelList(message.id, [self.name]))
 
-    def ask(self, client: bytes, message: Status | Trace) -> None:
+    def ask(self, client: bytes, message: Status | Trace | Metrics) -> None:
         self.questions.ask(client, message)
 
     def ping(self, client: bytes, message: Ping) -> None:
@@ -224,6 +227,7 @@ class TokenizerLoop:
         Models: models,
         Status: ask,
         Trace: ask,
+        Metrics: ask,
         Ping: ping,
     }
 
@@ -257,6 +261,7 @@ class TokenizerLoop:
             if offset != len(live.ids):
                 self.out_of_order(number, live, offset)
                 continue
+            self.counters.token(live, now)
             chunk = live.push(token, finish, now)
             if chunk is not None:
                 self.public.chunk(live.client, chunk)
@@ -283,7 +288,8 @@ class TokenizerLoop:
             self.end(number, "length", None)
 
     def take_load(self, load: Load) -> None:
-        reply = self.questions.take(load, Track(f"tokenizer{self.index}", list(STEP_COLUMNS), list(self.steps)))
+        steps = Track(f"tokenizer{self.index}", list(STEP_COLUMNS), list(self.steps))
+        reply = self.questions.take(load, steps, self.counters)
         if reply is not None:
             self.public.send(*reply)
 
@@ -292,11 +298,13 @@ class TokenizerLoop:
     def end(self, number: int, reason: str, stop: int | str | None) -> None:
         live = self.remove(number)
         if live is not None:
+            self.counters.ended(live, reason)
             self.public.send(live.client, live.done(reason, stop))
 
     def fail(self, number: int, error: SidestepError) -> None:
         live = self.remove(number)
         if live is not None:
+            self.counters.ended(live, "abort" if isinstance(error, Aborted) else "error")
             self.public.error(live.client, live.message.id, error)
 
     def remove(self, number: int) -> Live | None:
@@ -315,7 +323,9 @@ class TokenizerLoop:
         log.info("client %s has gone or reads too slowly", client.hex())
         for number in [number for number, live in self.live.items() if live.client == client]:
             self.cancel(number)
-            self.remove(number)
+            live = self.remove(number)
+            if live is not None:
+                self.counters.ended(live, "abort")
 
     def look_after(self, now: float) -> None:
         if now - self.probed > PROBE:

@@ -32,29 +32,34 @@ class Topology:
         return sum(role.name == name for process in self.processes for role in process)
 
 
-def parse(procs: str) -> Topology:
-    """Read `--procs`. Raises `UsageError` with the reason for a layout that cannot be met."""
+def parse(procs: str, http: int = 0) -> Topology:
+    """Read `--procs`; `http` is the number of http processes where it names none.
+
+    Raises `UsageError` with the reason for a layout that cannot be met.
+    """
     try:
         number = int(procs)
     except ValueError:
-        return _by_role(_counts(procs))
-    return _by_number(number)
+        return _by_role({"http": http} | _counts(procs))
+    return _by_number(number, http)
 
 
-def _by_number(number: int) -> Topology:
+def _by_number(number: int, http: int) -> Topology:
     if not 1 <= number <= 64:
         raise UsageError(f"--procs {number}: between 1 and 64 processes")
     tokenizer, scheduler, worker = Role("tokenizer", 0), Role("scheduler", 0), Role("worker", 0)
+    web = tuple(Role("http", index) for index in range(http))
     if number == 1:
-        return Topology(((tokenizer, scheduler, worker),))
+        return Topology(((tokenizer, scheduler, worker, *web),))
     if number == 2:
-        return Topology(((tokenizer, scheduler), (worker,)))
-    return _by_role({"tokenizer": number - 2})
+        return Topology(((tokenizer, scheduler), (worker,), *((role,) for role in web)))
+    return _by_role({"tokenizer": number - 2, "http": http})
 
 
 def _by_role(counts: dict[str, int]) -> Topology:
     replicas = counts.get("scheduler", 1)
     names = ("tokenizer",) * counts.get("tokenizer", 1) + ("scheduler",) * replicas + ("worker",) * replicas
+    names += ("http",) * counts.get("http", 0)
     seen: dict[str, int] = {}
     processes = []
     for name in names:
@@ -86,5 +91,5 @@ def _refuse(counts: dict[str, int]) -> None:
             raise UsageError(f"--procs: {name}={counts[name]}, between 1 and 64 are needed")
     if counts.get("worker", 1) > 1:
         raise UsageError("--procs: worker above 1 is tensor parallelism, which this version does not have")
-    if counts.get("http", 0) > 0:
-        raise UsageError("--procs: this version has no http role yet")
+    if counts.get("http", 0) > 64:
+        raise UsageError(f"--procs: http={counts['http']}, at most 64 are possible")

@@ -59,6 +59,8 @@ class Scheduler:
         self.records: deque[StepRecord] = deque()
         self.active: I32 = np.zeros(0, np.int32)  # slots that need further rows, by (priority, arrival)
         self.num_preemptions = 0
+        self.num_looked_up = self.num_found = 0  # prompt tokens, in the prefix cache
+        self.num_overshoot = 0  # rows computed for requests that had ended
         self._running: dict[int, int] = {}  # request id → slot
         self._requests: dict[int, Request] = {}  # waiting or running
         self._waiting: list[tuple[int, int, int]] = []  # heap of (priority, arrival, request id)
@@ -225,6 +227,8 @@ class Scheduler:
         field.pages[slot, : len(prefix)] = prefix
         self._running[request.id] = slot
         start = int(field.num_computed[slot])
+        self.num_looked_up += int(field.num_prefill[slot])
+        self.num_found += start
         admissions.append(
             SlotAdmission(slot, start, len(request.prompt_ids), prefix.astype(ID_DTYPE).tobytes(), request.sampling)
         )
@@ -280,6 +284,7 @@ class Scheduler:
         field = self.slots
         live = (field.state[record.slots] == SlotState.RUNNING) | (field.state[record.slots] == SlotState.PREEMPTING)
         slots, ids = record.slots[live], ids[live]
+        self.num_overshoot += len(record.slots) - len(slots)
         offsets = field.committed[slots] - field.num_prompt[slots]
         field.tokens[slots, field.committed[slots]] = ids
         field.committed[slots] += 1

@@ -7,7 +7,8 @@ bytes into characters as they come. Templates run in jinja2's sandbox. Knows no 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Iterator, Mapping
 from datetime import datetime
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -20,6 +21,7 @@ from tokenizers import Tokenizer as Encoder
 
 from runtime.text import Utf8Stream
 
+OPEN, CLOSE = "\uf8f0", "\uf8f1"  # private marks around what must stay text while a template is rendered
 SAMPLING_DEFAULTS = ("temperature", "top_k", "top_p", "min_p")
 
 
@@ -78,9 +80,51 @@ class Tokenizer:
         of = self.shown_bytes_of if skip_special else self.bytes_of
         return Utf8Stream().feed(b"".join(of(token) for token in ids), final=True)
 
-    def chat(self, messages: list[dict[str, Any]], add_generation_prompt: bool = True, **variables: Any) -> list[int]:
-        """A conversation through the model's template. Raises `TextError`, in the template's words if it refuses."""
-        return self.encode(self.render(messages, add_generation_prompt, **variables), add_special=False)
+    def chat(
+        self,
+        messages: list[dict[str, Any]],
+        add_generation_prompt: bool = True,
+        continued: bool = False,
+        **variables: Any,
+    ) -> list[int]:
+        """A conversation through the model's template; `continued` ends it where the last message's text ends.
+
+        Control tokens in a message's text stay text. Raises `TextError`, in the template's words if it refuses.
+        """
+        masked = [
+            message | {"content": self._mask(message["content"])}
+            if isinstance(message.get("content"), str)
+            else message
+            for message in messages
+        ]
+        text = self.render(masked, add_generation_prompt, **variables)
+        if continued:
+            last = str(masked[-1].get("content")).strip()
+            text = text[: text.rindex(last) + len(last)] if last in text else text
+        ids: list[int] = []
+        for plain, hidden in _split(text):
+            ids += self.encode(plain, add_special=False) if plain else []
+            ids += self._as_text(hidden) if hidden else []
+        return ids
+
+    def _mask(self, text: str) -> str:
+        """`text` with the control tokens in it put between marks, so that rendering does not make them tokens."""
+        return self._control.sub(lambda found: f"{OPEN}{found[0].encode().hex()}{CLOSE}", text)
+
+    def _as_text(self, hidden: str) -> list[int]:
+        """The ids of a control token's letters."""
+        self._encoder.encode_special_tokens = True
+        try:
+            ids: list[int] = self._encoder.encode(hidden, add_special_tokens=False).ids
+            return ids
+        finally:
+            self._encoder.encode_special_tokens = False
+
+    @cached_property
+    def _control(self) -> re.Pattern[str]:
+        """Finds the vocabulary's control tokens (the longest first) and the marks themselves in a text."""
+        words = sorted((str(self._added[token]) for token in self._special), key=len, reverse=True)
+        return re.compile("|".join(map(re.escape, (*words, OPEN, CLOSE))))
 
     def render(self, messages: list[dict[str, Any]], add_generation_prompt: bool = True, **variables: Any) -> str:
         if self._template is None:
@@ -118,6 +162,20 @@ class Tokenizer:
 
     def _shown_bytes_of(self, token: int) -> bytes:
         return b"" if token in self._special else self._bytes_of(token)
+
+
+def _split(text: str) -> Iterator[tuple[str, str]]:
+    """Parts of a rendered text: (what is encoded as it stands, the letters of a control token behind it)."""
+    *marked, rest = text.split(CLOSE)
+    for part in marked:
+        plain, _, hidden = part.partition(OPEN)
+        try:
+            yield plain, bytes.fromhex(hidden).decode()
+        except ValueError:
+            raise TextError(
+                "messages", f"the conversation must not use the characters {OPEN!r} and {CLOSE!r}"
+            ) from None
+    yield rest, ""
 
 
 def _optional_json(file: Path) -> dict[str, Any]:
@@ -195,7 +253,13 @@ class ByteTokenizer:
     def decode(self, ids: list[int], skip_special: bool = True) -> str:
         return Utf8Stream().feed(b"".join(map(self.bytes_of, ids)), final=True)
 
-    def chat(self, messages: list[dict[str, Any]], add_generation_prompt: bool = True, **variables: Any) -> list[int]:
+    def chat(
+        self,
+        messages: list[dict[str, Any]],
+        add_generation_prompt: bool = True,
+        continued: bool = False,
+        **variables: Any,
+    ) -> list[int]:
         """`role: content` lines. Raises `TextError` for messages that have no text content."""
         if not all(isinstance(m.get("content"), str) and isinstance(m.get("role"), str) for m in messages):
             raise TextError("messages", "each message needs a role and a content, both text")

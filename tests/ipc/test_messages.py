@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ipc.errors import BY_CODE, InternalError, InvalidRequest, SidestepError, from_wire
+from ipc.histogram import Histogram
 from ipc.messages import (
     Abort,
     Chunk,
@@ -25,6 +26,8 @@ from ipc.messages import (
     FromClient,
     Generate,
     Hello,
+    Metrics,
+    MetricsReply,
     ModelList,
     Models,
     Ping,
@@ -57,6 +60,7 @@ GOLDEN: dict[str, Any] = {
     "82a474797065a66d6f64656c73a26964a131": Models("1"),
     "82a474797065a6737461747573a26964a131": Status("1"),
     "82a474797065a57472616365a26964a131": Trace("1"),
+    "82a474797065a76d657472696373a26964a131": Metrics("1"),
     "82a474797065a470696e67a26964a131": Ping("1"),
     "82a474797065a470 6f6e67a26964a131".replace(" ", ""): Pong("1"),
     "82a474797065a66368756e6b73a56974656d739184a26964a131a66f666673657402a474657874a178a36964739107": Chunks(
@@ -72,6 +76,7 @@ REPLIES: list[ToClient] = [
     Detokenized("1", "x"),
     ModelList("1", ["m"]),
     StatusReply("1", {"running": 0}),
+    MetricsReply("1", {"running": 0}, {"e2e_request_latency_seconds": Histogram([0.1], [1, 0], 0.05)}),
     TraceReply("1", [Track("scheduler0", ["step"], [[3]])]),
 ]
 
@@ -96,7 +101,7 @@ def test_replies_are_maps_with_a_type(reply: ToClient) -> None:
 
 
 def test_the_page_names_every_type_and_field() -> None:
-    for kind in (*get_args(FromClient), *get_args(ToClient), SamplingParams, Chunk, Usage, Track):
+    for kind in (*get_args(FromClient), *get_args(ToClient), SamplingParams, Chunk, Usage, Track, Histogram):
         if kind.__struct_config__.tag:
             assert f"`{kind.__struct_config__.tag}`" in PAGE
         for one in msgspec.structs.fields(kind):

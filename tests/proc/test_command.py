@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent.parent
-SIM = ("--device", "sim")
+SIM = ("--device", "sim", "--port", "0")
 
 
 def command(*arguments: str) -> list[str]:
@@ -30,7 +30,7 @@ def test_serve_says_that_it_is_ready_and_ends_on_a_signal(number: signal.Signals
     with subprocess.Popen(command("serve", *SIM), stdout=subprocess.PIPE, text=True, cwd=ROOT) as server:
         assert server.stdout is not None
         line = server.stdout.readline()
-        assert line.startswith("sidestep is ready: zmq ipc://")
+        assert line.startswith("sidestep is ready: http://127.0.0.1:") and "  zmq ipc://" in line
         answer = run("chat", text="hello\n")  # finds the running server
         assert answer.returncode == 0 and "tokens/s" in answer.stderr
         server.send_signal(number)
@@ -110,7 +110,7 @@ def test_children_die_with_a_killed_supervisor_and_the_next_one_sweeps_up(run_di
         assert server.stdout is not None
         server.stdout.readline()
         children = Path(f"/proc/{server.pid}/task/{server.pid}/children").read_text().split()
-        assert len(children) == 3
+        assert len(children) == 4
         server.kill()
         server.wait(10)
     for child in children:

@@ -32,6 +32,14 @@ def test_every_form(procs: str, expected: list[str]) -> None:
     assert names(parse(procs)) == expected
 
 
+def test_http_is_one_process_unless_the_layout_says_otherwise() -> None:
+    assert names(parse("1", http=1)) == ["tokenizer-0+scheduler-0+worker-0+http-0"]
+    assert names(parse("2", http=1)) == ["tokenizer-0+scheduler-0", "worker-0", "http-0"]
+    assert names(parse("3", http=1))[3:] == names(parse("worker=1", http=1))[3:] == ["http-0"]
+    assert names(parse("http=2", http=1))[3:] == ["http-0", "http-1"]
+    assert names(parse("http=0", http=1))[3:] == []
+
+
 @pytest.mark.parametrize(
     ("procs", "words"),
     [
@@ -39,7 +47,7 @@ def test_every_form(procs: str, expected: list[str]) -> None:
         ("-3", "between 1 and 64"),
         ("1000", "between 1 and 64"),
         ("worker=2", "tensor parallelism"),
-        ("http=1", "no http role"),
+        ("http=65", "at most 64"),
         ("tokeniser=1", "did you mean tokenizer"),
         ("gpu=1", "roles are tokenizer, scheduler, worker, http"),
         ("tokenizer", "needs a number"),

@@ -134,3 +134,19 @@ def test_files_that_cannot_be_used(tmp_path: Path) -> None:
     word_piece.save(str(tmp_path / "tokenizer.json"))
     with pytest.raises(TokenizerError, match="WordPiece is not supported"):
         Tokenizer(tmp_path)
+
+
+def test_control_tokens_in_a_message_stay_text(tokenizer: Tokenizer) -> None:
+    control = tokenizer.encode("<s>", add_special=False)
+    assert len(control) == 1  # outside a conversation it is the token
+    plain, nasty = (tokenizer.chat([{"role": "user", "content": text}]) for text in ("a", "a<s>\uf8f0b"))
+    assert nasty.count(control[0]) == plain.count(control[0]) == 2  # the template's own
+    assert tokenizer.decode(nasty, skip_special=False) == "<s>user: a<s>\uf8f0b\n<s>assistant:"
+    with pytest.raises(TextError, match="must not use the characters"):
+        tokenizer.chat([{"role": "user\uf8f0zz\uf8f1", "content": "a"}])
+
+
+def test_a_last_message_can_be_continued(tokenizer: Tokenizer) -> None:
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "ab "}]
+    ids = tokenizer.chat(messages, add_generation_prompt=False, continued=True)
+    assert tokenizer.decode(ids, skip_special=False) == "<s>user: a\n<s>assistant: ab"

@@ -1,0 +1,210 @@
+"""From the streams of the public socket to OpenAI's answers: whole ones, and events as they come. Knows no route."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from ipc.async_client import AsyncStream
+from ipc.errors import SidestepError
+from ipc.exchange import Completion
+from ipc.messages import Chunk
+from proc.http.errors import error_body
+
+PING = 10.0  # seconds of silence after which a stream says that it lives
+HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+]
+Send = Callable[[dict[str, Any]], Awaitable[None]]
+Receive = Callable[[], Awaitable[dict[str, Any]]]
+
+
+class Silence(Exception):
+    """Nothing has come for a while."""
+
+
+@dataclass(frozen=True)
+class Form:
+    """What an answer looks like: of `chat` or of completions, for one request."""
+
+    chat: bool
+    id: str
+    model: str
+    created: int
+    include_usage: bool
+    prefixes: tuple[str, ...]  # text that stands before each choice's (echo)
+
+    @property
+    def kind(self) -> str:
+        return "chat.completion" if self.chat else "text_completion"
+
+    def whole(self, answers: list[Completion], choices: int) -> bytes:
+        """All choices; `choices` of them for each prompt."""
+        body = self._head(self.kind) | {
+            "choices": [self._choice(index, answer) for index, answer in enumerate(answers)],
+            "usage": usage(answers, choices),
+        }
+        return msgspec.json.encode(body)
+
+    def _choice(self, index: int, answer: Completion) -> dict[str, Any]:
+        text = self.prefixes[index] + answer.text
+        says = {"message": {"role": "assistant", "content": text, "refusal": None}} if self.chat else {"text": text}
+        return {"index": index, **says, "logprobs": None, **reasons(answer)}
+
+    def opening(self, index: int) -> bytes:
+        """The first event of a choice: the role, or the echoed prompt; nothing where there is neither."""
+        if self.chat:
+            return self.event({"index": index, "delta": {"role": "assistant", "content": ""}})
+        return self.text(index, self.prefixes[index]) if self.prefixes[index] else b""
+
+    def text(self, index: int, text: str) -> bytes:
+        return self.event({"index": index, "delta": {"content": text}} if self.chat else {"index": index, "text": text})
+
+    def end(self, index: int, answer: Completion) -> bytes:
+        says: dict[str, Any] = {"delta": {}} if self.chat else {"text": ""}
+        return self.event({"index": index, **says}, reasons(answer))
+
+    def event(self, choice: dict[str, Any], ending: dict[str, Any] | None = None) -> bytes:
+        choice |= {"logprobs": None} | (ending or {"finish_reason": None})
+        body = self._head(self._chunk) | {"choices": [choice]} | ({"usage": None} if self.include_usage else {})
+        return frame(body)
+
+    def closing(self, answers: list[Completion], choices: int) -> bytes:
+        last = frame(self._head(self._chunk) | {"choices": [], "usage": usage(answers, choices)})
+        return (last if self.include_usage else b"") + b"data: [DONE]\n\n"
+
+    @property
+    def _chunk(self) -> str:
+        return f"{self.kind}.chunk" if self.chat else self.kind
+
+    def _head(self, kind: str) -> dict[str, Any]:
+        return {"id": self.id, "object": kind, "created": self.created, "model": self.model}
+
+
+def form(chat: bool, request_id: str, model: str, include_usage: bool, prefixes: list[str]) -> Form:
+    name = f"{'chatcmpl' if chat else 'cmpl'}-{request_id}"
+    return Form(chat, name, model, int(time.time()), include_usage, tuple(prefixes))
+
+
+def frame(body: Any) -> bytes:
+    return b"data: " + msgspec.json.encode(body) + b"\n\n"
+
+
+def reasons(answer: Completion) -> dict[str, Any]:
+    return {"finish_reason": answer.finish_reason, "stop_reason": answer.stop_reason}
+
+
+def usage(answers: list[Completion], choices: int) -> dict[str, Any]:
+    """A prompt counts once, however many choices it has."""
+    prompt = sum(answer.usage.prompt_tokens for answer in answers[::choices])
+    completion = sum(answer.usage.completion_tokens for answer in answers)
+    cached = sum(answer.usage.cached_tokens for answer in answers[::choices])
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": completion,
+        "total_tokens": prompt + completion,
+        "prompt_tokens_details": {"cached_tokens": cached},
+    }
+
+
+class EventStream:
+    """An answer as server-sent events. The headers leave with the first token, so that a refusal has its own status.
+
+    A client that goes away ends its streams at once.
+    """
+
+    def __init__(
+        self, streams: list[AsyncStream], shape: Form, choices: int, headers: list[tuple[bytes, bytes]]
+    ) -> None:
+        self.streams, self.form, self.choices, self.headers = streams, shape, choices, headers
+
+    async def __call__(self, scope: Any, receive: Receive, send: Send) -> None:
+        watcher = asyncio.create_task(self._watch(receive))
+        try:
+            await self._answer(send)
+        finally:
+            watcher.cancel()
+            await self._close()
+
+    async def _watch(self, receive: Receive) -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        await self._close()
+
+    async def _close(self) -> None:
+        for stream in self.streams:
+            await stream.close()
+
+    async def _answer(self, send: Send) -> None:
+        begun = False
+        try:
+            async for index, chunks in self._events():
+                data = b""
+                if not begun:
+                    begun = True
+                    await send({"type": "http.response.start", "status": 200, "headers": [*HEADERS, *self.headers]})
+                    data = b"".join(self.form.opening(n) for n in range(len(self.streams)))
+                data += self._data(index, chunks)
+                await send({"type": "http.response.body", "body": data, "more_body": True})
+        except SidestepError as error:
+            if not begun:
+                raise
+            await send({"type": "http.response.body", "body": frame(error_body(error)), "more_body": False})
+            return
+        answers = [stream.result for stream in self.streams if stream.result is not None]
+        if len(answers) == len(self.streams):
+            await send({"type": "http.response.body", "body": self.form.closing(answers, self.choices)})
+
+    def _data(self, index: int | None, chunks: list[Chunk]) -> bytes:
+        """The bytes for what has come of choice `index`; tokens that have piled up share an event."""
+        if index is None:
+            return b": ping\n\n"
+        text = "".join(chunk.text for chunk in chunks)
+        data = self.form.text(index, text) if text else b""
+        answer = self.streams[index].result
+        return data if answer is None else data + self.form.end(index, answer)
+
+    async def _events(self) -> AsyncIterator[tuple[int | None, list[Chunk]]]:
+        """(choice, what has come of it) until all have ended; (None, []) in a silence."""
+        if len(self.streams) == 1:
+            stream = self.streams[0]
+            while stream.result is None and not stream.closed:
+                try:
+                    chunks = await stream.take(PING, Silence())
+                except Silence:
+                    yield None, []
+                    continue
+                yield 0, chunks
+            return
+        news: asyncio.Queue[tuple[int | None, list[Chunk]] | SidestepError] = asyncio.Queue()
+        tasks = [asyncio.create_task(_pump(index, stream, news)) for index, stream in enumerate(self.streams)]
+        try:
+            while not all(task.done() for task in tasks) or not news.empty():
+                event = await news.get()
+                if isinstance(event, SidestepError):
+                    raise event
+                if event[0] is not None or event[1]:
+                    yield event
+        finally:
+            for task in tasks:
+                task.cancel()
+
+
+async def _pump(
+    index: int, stream: AsyncStream, news: asyncio.Queue[tuple[int | None, list[Chunk]] | SidestepError]
+) -> None:
+    try:
+        while stream.result is None and not stream.closed:
+            try:
+                news.put_nowait((index, await stream.take(PING, Silence())))
+            except Silence:
+                news.put_nowait((None, []))
+    except SidestepError as error:
+        news.put_nowait(error)

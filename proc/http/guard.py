@@ -1,0 +1,102 @@
+"""What stands before every route: the request's id, the key, the log line, and errors in one shape. Plain ASGI."""
+
+from __future__ import annotations
+
+import hmac
+import logging
+import time
+import uuid
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from ipc.errors import InternalError, SidestepError
+from proc.http.errors import RETRY_AFTER, HttpError, error_body, status_of
+from proc.settings import UsageError
+
+log = logging.getLogger(__name__)
+OPEN = ("/health", "/ready")  # asked without a key
+QUIET = (*OPEN, "/metrics")  # not in the log
+LONGEST_ID = 128  # characters of an X-Request-Id that is taken over
+
+
+def api_keys(setting: str | None) -> list[bytes]:
+    """The keys of `--api-key`. Raises `UsageError` for a file that cannot be read or that holds none."""
+    if setting is None:
+        return []
+    text = setting
+    if setting.startswith("@"):
+        try:
+            text = Path(setting[1:]).read_text("utf-8").replace("\n", ",")
+        except (OSError, UnicodeDecodeError) as error:
+            raise UsageError(f"--api-key {setting}: {error}") from None
+    keys = [key.strip().encode() for key in text.split(",") if key.strip()]
+    if not keys:
+        raise UsageError("--api-key holds no key")
+    return keys
+
+
+class Guard:
+    """Around `app`. `keys` empty: everybody may ask."""
+
+    def __init__(self, app: Any, keys: list[bytes], log_requests: bool) -> None:
+        self.app, self.keys, self.log_requests = app, keys, log_requests
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        began, status = time.perf_counter(), 0
+        headers = dict(scope["headers"])
+        request_id = scope.setdefault("state", {})["request_id"] = _request_id(headers.get(b"x-request-id", b""))
+
+        async def sending(message: Any) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                message["headers"] = [*message["headers"], (b"x-request-id", request_id.encode())]
+            await send(message)
+
+        try:
+            self._check_key(scope["path"], headers.get(b"authorization", b""))
+            await self.app(scope, receive, sending)
+        except SidestepError as error:
+            if status:
+                raise  # too late for a status
+            await answer(sending, error)
+        except Exception:
+            log.exception("%s %s failed", scope["method"], scope["path"])
+            if not status:
+                await answer(sending, InternalError("the server has a fault; its log says more"))
+        if self.log_requests and scope["path"] not in QUIET:
+            seconds = time.perf_counter() - began
+            log.warning("%s %s %d %.3f s %s", scope["method"], scope["path"], status, seconds, request_id)
+
+    def _check_key(self, path: str, authorization: bytes) -> None:
+        if not self.keys or path in OPEN:
+            return
+        kind, _, given = authorization.partition(b" ")
+        # every key is compared, so that the time taken says nothing
+        if kind.lower() != b"bearer" or not sum(hmac.compare_digest(given.strip(), key) for key in self.keys):
+            raise HttpError(401, "authentication_error", "invalid_api_key", "a valid API key is needed")
+
+
+async def answer(send: Any, error: SidestepError) -> None:
+    """An error as the whole response."""
+    status, _ = status_of(error)
+    body = msgspec.json.encode(error_body(error))
+    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+    if status in RETRY_AFTER:
+        headers.append((b"retry-after", RETRY_AFTER[status].encode()))
+    if status == 401:
+        headers.append((b"www-authenticate", b"Bearer"))
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})
+
+
+def _request_id(given: bytes) -> str:
+    """The caller's where it is short and printable, else one of our own."""
+    text = given.decode("latin-1")
+    fine = 0 < len(text) <= LONGEST_ID and text.isascii() and text.isprintable()
+    return text if fine else uuid.uuid4().hex

@@ -1,0 +1,212 @@
+"""The web server's own manners: keys, CORS, limits, health, metrics, disconnects and its end."""
+
+from __future__ import annotations
+
+import json
+import socket
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ipc.client import Client
+from proc.settings import UsageError, settings_from
+from proc.supervisor import Supervisor
+from tests.proc.http.conftest import Start, ask, connection
+
+CHAT = "/v1/chat/completions"
+LONG = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 3000, "ignore_eos": True, "stream": True}
+SLOW = {"device": "sim:h100-llama-3.1-8b", "sim_launch_ms": 0.0, "max_model_len": 4096}
+
+
+def settled(server: Supervisor) -> bool:
+    """Within ten seconds all slots and pages are free."""
+    with Client(server.addresses[0]) as client:
+        for _ in range(200):
+            status = client.status()
+            if status["free_slots"] == status["num_slots"] and status["available_blocks"] == status["num_blocks"]:
+                return True
+            time.sleep(0.05)
+    return False
+
+
+def test_keys_guard_all_but_the_probes(start: Start, tmp_path: Path) -> None:
+    (tmp_path / "keys").write_text("first\nsecond\n")
+    server = start(api_key=f"@{tmp_path}/keys", cors_origins="https://a.example")
+    assert ask(server, "/health").status == ask(server, "/ready").status == 200
+    for headers in ({}, {"Authorization": "Bearer third"}, {"Authorization": "Basic first"}):
+        reply = ask(server, "/v1/models", **headers)
+        assert reply.status == 401 and reply.json["error"]["code"] == "invalid_api_key"
+    for key in ("first", "second"):
+        assert ask(server, "/v1/models", Authorization=f"Bearer {key}").status == 200
+    asked = {"Origin": "https://a.example", "Access_Control_Request_Method": "POST"}
+    preflight = ask(server, CHAT, method="OPTIONS", **asked)
+    assert preflight.status == 200 and preflight.headers["access-control-allow-origin"] == "https://a.example"
+    other = ask(server, CHAT, method="OPTIONS", **(asked | {"Origin": "https://b.example"}))
+    assert "access-control-allow-origin" not in other.headers
+
+
+def test_without_origins_there_is_no_cors(start: Start) -> None:
+    reply = ask(start(), "/v1/models", Origin="https://a.example")
+    assert reply.status == 200 and not [name for name in reply.headers if name.startswith("access-control")]
+
+
+def test_request_ids_come_back(start: Start) -> None:
+    server = start()
+    assert ask(server, "/version", X_Request_Id="mine-1").headers["x-request-id"] == "mine-1"
+    for strange in ("x" * 500, "caf\xe9", ""):
+        assert len(ask(server, "/version", X_Request_Id=strange).headers["x-request-id"]) == 32
+    assert ask(server, "/nowhere").json["error"]["code"] == "not_found"
+    assert ask(server, CHAT, method="GET").json["error"]["code"] == "method_not_allowed"
+
+
+def test_a_body_that_is_too_large_is_refused(start: Start) -> None:
+    server = start()
+    line = connection(server)
+    line.putrequest("POST", CHAT)
+    line.putheader("Content-Length", str(40 << 20))
+    line.endheaders()
+    sent = 0
+    try:
+        while sent < 40 << 20:
+            line.send(b" " * (1 << 20))
+            sent += 1 << 20
+    except (BrokenPipeError, ConnectionResetError):
+        pass
+    reply = line.getresponse()
+    assert reply.status == 413 and json.loads(reply.read())["error"]["code"] == "body_too_large"
+    line.close()
+    assert ask(server, CHAT, LONG | {"max_tokens": 2}).status == 200
+
+
+def test_metrics_count_what_was_done(start: Start) -> None:
+    server = start(procs="tokenizer=2,scheduler=2,http=2")
+    for _ in range(4):
+        assert ask(server, CHAT, LONG | {"max_tokens": 5, "stream": False}).status == 200
+    lines = ask(server, "/metrics").body.decode().splitlines()
+    values = {line.rpartition(" ")[0]: float(line.rpartition(" ")[2]) for line in lines if not line.startswith("#")}
+    label = '{model_name="sim"}'
+    assert values[f"sidestep:generation_tokens_total{label}"] == 20
+    assert values['sidestep:request_success_total{finished_reason="length",model_name="sim"}'] == 4
+    assert values[f"sidestep:time_to_first_token_seconds_count{label}"] == 4
+    assert values[f"sidestep:inter_token_latency_seconds_count{label}"] == 16
+    assert values[f"sidestep:e2e_request_latency_seconds_count{label}"] == 4
+    assert values[f"sidestep:request_queue_time_seconds_count{label}"] == 4
+    assert values[f"sidestep:num_requests_running{label}"] == 0
+    assert values[f"sidestep:device_busy_seconds_total{label}"] > 0
+    for name in ("num_requests_waiting", "kv_cache_usage_perc", "prefix_cache_hits_total", "num_preemptions_total"):
+        assert f"sidestep:{name}{label}" in values
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("tokens", [0, 1, 5])
+def test_a_client_that_goes_away_stops_its_request(start: Start, stream: bool, tokens: int) -> None:
+    server = start(**SLOW)
+    line = connection(server)
+    line.request("POST", CHAT, json.dumps(LONG | {"stream": stream}))
+    if stream:
+        reply = line.getresponse()
+        for _ in range(tokens):
+            while not reply.readline().startswith(b"data: "):
+                pass
+    else:
+        with Client(server.addresses[0]) as client:
+            while not client.status()["running"]:
+                time.sleep(0.01)
+    assert line.sock is not None or stream
+    if line.sock is not None:
+        line.sock.shutdown(socket.SHUT_RDWR)
+    line.close()
+    if stream:
+        reply.close()
+    assert settled(server)
+
+
+def test_an_error_in_a_stream_is_an_event_and_no_end(start: Start) -> None:
+    server = start(**SLOW)
+    line = connection(server)
+    line.request("POST", CHAT, json.dumps(LONG))
+    reply = line.getresponse()
+    assert reply.readline().startswith(b"data: ")
+    server.fail("the test says so")
+    rest = reply.read().decode()
+    line.close()
+    last = json.loads(rest.strip().split("data: ")[-1])
+    assert last["error"]["code"] == "process_died" and "[DONE]" not in rest
+
+
+def test_a_drain_lets_streams_end_and_refuses_new_requests(start: Start) -> None:
+    import threading
+
+    server = start(**SLOW)
+    line = connection(server)
+    line.request("POST", CHAT, json.dumps(LONG | {"max_tokens": 120}))
+    reply = line.getresponse()
+    reply.readline()
+    late: list[tuple[int, int]] = []
+
+    def ask_meanwhile() -> None:
+        while not late and thread_alive[0]:
+            probe = ask(server, "/ready").status
+            if probe != 200:
+                refused = ask(server, CHAT, LONG)
+                late.append((probe, refused.status))
+                assert refused.headers["retry-after"] == "5"
+
+    thread_alive = [True]
+    thread = threading.Thread(target=ask_meanwhile)
+    thread.start()
+    url = server.url
+    server.stop(20.0)
+    thread_alive[0] = False
+    thread.join()
+    assert reply.read().endswith(b"data: [DONE]\n\n") and late == [(503, 503)] and url
+    line.close()
+
+
+def test_a_full_queue_is_429_with_a_time_to_come_back(start: Start) -> None:
+    server = start(**SLOW, max_num_seqs=1, max_num_queued_reqs=1)
+    lines = []
+    for _ in range(2):
+        lines.append(connection(server))
+        lines[-1].request("POST", CHAT, json.dumps(LONG))
+    with Client(server.addresses[0]) as client:
+        while client.status()["waiting"] != 1:
+            time.sleep(0.01)
+    reply = ask(server, CHAT, LONG)
+    assert reply.status == 429 and reply.headers["retry-after"] == "1" and reply.json["error"]["code"] == "queue_full"
+    for line in lines:
+        line.close()
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"port": 70000}, "--port must be"),
+        ({"ssl_keyfile": "x"}, "--ssl-certfile"),
+    ],
+)
+def test_settings_that_cannot_be(changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        settings_from(**changes)
+
+
+def test_a_taken_port_and_missing_keys_are_told(start: Start, tmp_path: Path) -> None:
+    port = int(start().url.rpartition(":")[2])
+    with pytest.raises(UsageError, match=f"--port {port}: Address already in use"):
+        start(port=port)
+    with pytest.raises(UsageError, match="--api-key"):
+        start(api_key=f"@{tmp_path}/nowhere")
+
+
+def test_many_streams_at_once(start: Start) -> None:
+    server = start(max_num_seqs=256)
+    lines = [connection(server) for _ in range(200)]
+    for line in lines:
+        line.request("POST", CHAT, json.dumps(LONG | {"max_tokens": 20}))
+    replies = [line.getresponse().read() for line in lines]
+    assert {reply.endswith(b"data: [DONE]\n\n") for reply in replies} == {True}
+    for line in lines:
+        line.close()
+    assert settled(server)
