@@ -158,10 +158,10 @@ class AsyncClient:
         """Figures of the schedulers, summed over the replicas."""
         return (await self._ask(Status, StatusReply)).status
 
-    async def trace(self) -> list[Track]:
+    async def trace(self, last: int = 4096) -> list[Track]:
         """The times of the last steps in each role."""
         replies = [
-            await self._answer(line, await self._send(line, Trace(line.exchange.label())), TraceReply)
+            await self._answer(line, await self._send(line, Trace(line.exchange.label(), last)), TraceReply)
             for line in list(self._lines)
         ]
         return list({track.role: track for reply in replies for track in reply.tracks}.values())

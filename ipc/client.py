@@ -140,11 +140,13 @@ class Client:
         """Figures of the schedulers, summed over the replicas."""
         return self._ask(Status, StatusReply).status
 
-    def trace(self) -> list[Track]:
+    def trace(self, last: int = 4096) -> list[Track]:
         """The times of the last steps in each role."""
         with self._lock:
             lines = list(self._lines)
-        replies = [self._answer(line, self._send(line, Trace(line.exchange.label())), TraceReply) for line in lines]
+        replies = [
+            self._answer(line, self._send(line, Trace(line.exchange.label(), last)), TraceReply) for line in lines
+        ]
         return list({track.role: track for reply in replies for track in reply.tracks}.values())
 
     def metrics(self) -> MetricsReply:

@@ -116,6 +116,7 @@ class Trace(Public, frozen=True, tag="trace"):
     """The times of the last steps."""
 
     id: str
+    last: U64 = 4096  # steps
 
 
 class Metrics(Public, frozen=True, tag="metrics"):
@@ -317,7 +318,7 @@ class Ask(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
     tokenizer: U64
     ask: U64
-    steps: bool = False
+    steps: U64 = 0  # how many of the last ones; 0: the figures
 
 
 class Started(msgspec.Struct, frozen=True, array_like=True, gc=False):

@@ -71,7 +71,7 @@ def parser() -> Parser:
 
 
 def _add_bench(commands: Any) -> None:
-    bench = commands.add_parser("bench", help="measure: bench serving, bench overlap, bench step")
+    bench = commands.add_parser("bench", help="measure: bench serving, bench overlap, bench http, bench step")
     kinds = bench.add_subparsers(dest="bench", required=True, metavar="KIND", parser_class=Parser)
     serving = kinds.add_parser("serving", help="requests against a running server")
     from bench.options import add_overlap_flags, add_serving_flags
@@ -81,6 +81,12 @@ def _add_bench(commands: Any) -> None:
     overlap = kinds.add_parser("overlap", help="what overlap wins, by mode, on a simulated device")
     add_overlap_flags(overlap)
     overlap.set_defaults(run=_bench_overlap)
+    http = kinds.add_parser("http", help="what a streamed token costs the http process, on a simulated device")
+    http.add_argument("--streams", type=int, default=256)
+    http.add_argument("--tokens", type=int, default=256, help="of each stream")
+    http.add_argument("--step-ms", type=float, default=12.0, help="the device's time for a step")
+    http.add_argument("--json", action="store_true", help="only the JSON line")
+    http.set_defaults(run=_bench_http)
     step = kinds.add_parser("step", help="what one step costs the scheduler alone")
     step.add_argument("--rows", type=int, nargs="+", default=[1, 64, 256, 1024, 4096])
     step.add_argument("--steps", type=int, default=200)
@@ -104,6 +110,12 @@ def _bench_overlap(given: argparse.Namespace) -> int:
     from bench.overlap import main as overlap
 
     return overlap(given)
+
+
+def _bench_http(given: argparse.Namespace) -> int:
+    from bench.http_load import main as http
+
+    return http(given)
 
 
 def _bench_step(given: argparse.Namespace) -> int:

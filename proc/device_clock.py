@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from itertools import islice
 
 from runtime.step import StepResult
 
@@ -66,6 +67,10 @@ class DeviceClock:
     def delivered(self) -> None:
         """The tokens of the step committed last have been sent on."""
         self.steps[-1][COLUMNS.index("delivered")] = time.monotonic_ns()
+
+    def last(self, count: int) -> list[list[int]]:
+        """The last `count` steps, the oldest first."""
+        return list(islice(self.steps, max(0, len(self.steps) - count), None))
 
     def figures(self, has_work: bool) -> dict[str, float]:
         """Seconds until now; the time since the last step counts by `has_work` unless steps are in flight."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
+
 from ipc.histogram import total
 from ipc.messages import Ask, Load, Metrics, MetricsReply, Status, StatusReply, ToScheduler, Trace, TraceReply, Track
 from ipc.sockets import Sender
@@ -24,7 +26,7 @@ class Questions:
         self._next += 1
         self._open[self._next] = (client, message, [])
         for scheduler in self.schedulers:
-            scheduler.send(Ask(self.index, self._next, isinstance(message, Trace)))
+            scheduler.send(Ask(self.index, self._next, message.last if isinstance(message, Trace) else 0))
 
     def take(self, load: Load, steps: Track, counters: Counters) -> tuple[bytes, Reply] | None:
         """A scheduler's answer; the client and its reply when it is the last one.
@@ -38,6 +40,7 @@ class Questions:
         del self._open[load.ask]
         if isinstance(asked, Trace):
             tracks = [Track(f"scheduler{one.scheduler}", one.columns, one.rows) for one in loads]
+            steps = msgspec.structs.replace(steps, rows=steps.rows[-asked.last :])
             return client, TraceReply(asked.id, [*tracks, steps])
         figures = {name: sum(one.figures[name] for one in loads) for name in loads[0].figures}
         if isinstance(asked, Status):

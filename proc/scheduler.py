@@ -157,7 +157,7 @@ class SchedulerLoop:
 
     def answer(self, ask: Ask) -> Load:
         if ask.steps:
-            return Load(self.index, ask.ask, {}, {}, list(COLUMNS), list(self.clock.steps))
+            return Load(self.index, ask.ask, {}, {}, list(COLUMNS), self.clock.last(ask.steps))
         return Load(self.index, ask.ask, self.figures(), self.histograms)
 
     def resolve(self, message: Admit) -> Request:
@@ -216,6 +216,7 @@ class SchedulerLoop:
             "prefix_cache_queries": engine.num_looked_up,
             "prefix_cache_hits": engine.num_found,
             "overshoot_rows": engine.num_overshoot,
+            "committed_tokens": engine.num_committed,
             "steps": engine.num_steps,
             "steps_planned_ahead": self.steps_ahead,
             **self.clock.figures(engine.has_work),

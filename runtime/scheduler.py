@@ -60,6 +60,7 @@ class Scheduler:
         self.active: I32 = np.zeros(0, np.int32)  # slots that need further rows, by (priority, arrival)
         self.num_preemptions = 0
         self.num_looked_up = self.num_found = 0  # prompt tokens, in the prefix cache
+        self.num_committed = 0  # tokens
         self.num_overshoot = 0  # rows computed for requests that had ended
         self._running: dict[int, int] = {}  # request id → slot
         self._requests: dict[int, Request] = {}  # waiting or running
@@ -285,6 +286,7 @@ class Scheduler:
         live = (field.state[record.slots] == SlotState.RUNNING) | (field.state[record.slots] == SlotState.PREEMPTING)
         slots, ids = record.slots[live], ids[live]
         self.num_overshoot += len(record.slots) - len(slots)
+        self.num_committed += len(slots)
         offsets = field.committed[slots] - field.num_prompt[slots]
         field.tokens[slots, field.committed[slots]] = ids
         field.committed[slots] += 1

@@ -154,8 +154,11 @@ class Api:
         return _json(await (await self._client(None)).status())
 
     async def trace(self, request: Request) -> Response:
-        """The times of the last steps, for the page."""
-        return _json(await (await self._client(None)).trace())
+        """The times of the last `?last=` steps."""
+        last = request.query_params.get("last", "4096")
+        if not last.isdecimal():
+            raise InvalidRequest("last must be a number", "last")
+        return _json(await (await self._client(None)).trace(min(int(last), 4096)))
 
     async def page(self, request: Request) -> Response:
         return FileResponse(PAGE, media_type="text/html; charset=utf-8")

@@ -16,8 +16,8 @@ from proc.http.errors import RETRY_AFTER, HttpError, error_body, status_of
 from proc.settings import UsageError
 
 log = logging.getLogger(__name__)
-OPEN = ("/health", "/ready")  # asked without a key
-QUIET = (*OPEN, "/metrics")  # not in the log
+OPEN = ("/health", "/ready", "/")  # asked without a key; the page holds no secret and has a field for the key
+QUIET = ("/health", "/ready", "/metrics", "/status", "/trace")  # not in the log
 LONGEST_ID = 128  # characters of an X-Request-Id that is taken over
 
 

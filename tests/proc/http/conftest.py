@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.client
 import json
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,14 +40,16 @@ def connection(server: Supervisor) -> http.client.HTTPConnection:
 
 def ask(server: Supervisor, path: str, body: Any = None, method: str = "", **headers: str) -> Reply:
     """POST a body, or GET."""
+    with closing(connection(server)) as line:
+        return _ask(line, path, body, method, headers)
+
+
+def _ask(line: http.client.HTTPConnection, path: str, body: Any, method: str, headers: dict[str, str]) -> Reply:
     data = body if isinstance(body, (bytes, type(None))) else json.dumps(body)
-    line = connection(server)
     names = {name.replace("_", "-"): value for name, value in headers.items()}
     line.request(method or ("GET" if data is None else "POST"), path, data, names)
     reply = line.getresponse()
-    answer = Reply(reply.status, {name.lower(): value for name, value in reply.getheaders()}, reply.read())
-    line.close()
-    return answer
+    return Reply(reply.status, {name.lower(): value for name, value in reply.getheaders()}, reply.read())
 
 
 @pytest.fixture

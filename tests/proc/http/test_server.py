@@ -168,12 +168,14 @@ def test_a_drain_lets_streams_end_and_refuses_new_requests(start: Start) -> None
 def test_a_full_queue_is_429_with_a_time_to_come_back(start: Start) -> None:
     server = start(**SLOW, max_num_seqs=1, max_num_queued_reqs=1)
     lines = []
-    for _ in range(2):
-        lines.append(connection(server))
-        lines[-1].request("POST", CHAT, json.dumps(LONG))
     with Client(server.addresses[0]) as client:
-        while client.status()["waiting"] != 1:
-            time.sleep(0.01)
+        for figure in ("running", "waiting"):
+            lines.append(connection(server))
+            lines[-1].request("POST", CHAT, json.dumps(LONG))
+            deadline = time.monotonic() + 30
+            while client.status()[figure] != 1:
+                assert time.monotonic() < deadline
+                time.sleep(0.01)
     reply = ask(server, CHAT, LONG)
     assert reply.status == 429 and reply.headers["retry-after"] == "1" and reply.json["error"]["code"] == "queue_full"
     for line in lines:
