@@ -7,7 +7,8 @@ SidestepError
 │   ├── ModelNotFound       model_not_found
 │   ├── DuplicateId         duplicate_id      the client has a live request of that id
 │   ├── QueueFull           queue_full        try again later
-│   └── Aborted             aborted
+│   ├── Aborted             aborted
+│   └── DeadlineExceeded    deadline_exceeded the request's own timeout_ms is over
 ├── LostProcess             a process or the way to it is gone; the request may be sent again
 │   ├── ProcessDied         process_died
 │   ├── ShuttingDown        shutting_down
@@ -55,6 +56,10 @@ class QueueFull(RequestError):
 
 class Aborted(RequestError):
     code = "aborted"
+
+
+class DeadlineExceeded(RequestError):
+    code = "deadline_exceeded"
 
 
 class LostProcess(SidestepError):

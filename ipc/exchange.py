@@ -41,6 +41,7 @@ GENERATE_FIELDS = {
     "output_ids",
     "model",
     "priority",
+    "timeout_ms",
     "return_prompt_ids",
     "add_generation_prompt",
     "continue_final_message",

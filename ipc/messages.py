@@ -79,6 +79,7 @@ class Generate(Public, frozen=True, tag="generate"):
     stream: bool = True
     model: str | None = None
     priority: Priority = 0  # lower runs first
+    timeout_ms: Annotated[int, msgspec.Meta(ge=1)] | None = None  # in the queue and while running
     return_prompt_ids: bool = False
     add_generation_prompt: bool = True
     continue_final_message: bool = False  # the answer goes on where the last message, the assistant's, ends
@@ -168,7 +169,7 @@ class Done(Public, frozen=True, tag="done", kw_only=True):
     stop_reason: int | str | None = None  # the stop string or stop token id that ended it; None for EOS
     usage: Usage
     seed: int
-    times: dict[str, float]  # seconds since the tokenizer had it: first_token, total
+    times: dict[str, float]  # seconds by hop, see docs/PROTOCOL.md
     text: str = ""
     ids: list[int] = []
     prompt_ids: list[int] | None = None
@@ -326,6 +327,7 @@ class Started(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
     request: int
     cached_tokens: int
+    queued: int  # nanoseconds until then
 
 
 class TokenBatch(msgspec.Struct, frozen=True, tag=True, array_like=True):

@@ -18,6 +18,7 @@ class Live:
     """`ids` are the output tokens known, those the client brought to resume included."""
 
     __slots__ = (
+        "admitted",
         "arrived",
         "cached",
         "client",
@@ -27,6 +28,7 @@ class Live:
         "latest",
         "message",
         "prompt",
+        "queued",
         "replica",
         "seed",
         "shown",
@@ -36,7 +38,13 @@ class Live:
     )
 
     def __init__(
-        self, client: bytes, message: Generate, prompt: list[int], tokenizer: Tokenizer | ByteTokenizer, seed: int
+        self,
+        client: bytes,
+        message: Generate,
+        prompt: list[int],
+        tokenizer: Tokenizer | ByteTokenizer,
+        seed: int,
+        arrived: int,
     ) -> None:
         wishes = message.sampling
         bytes_of = tokenizer.shown_bytes_of if wishes.skip_special_tokens else tokenizer.bytes_of
@@ -49,8 +57,9 @@ class Live:
             self.text.push(token)
         self.stop = self.text.stop
         self.shown: list[str] = []  # of an answer that is not streamed
-        self.replica = self.cached = self.first = self.latest = 0
-        self.arrived = time.monotonic_ns()
+        self.replica = self.cached = 0
+        self.arrived, self.admitted = arrived, time.monotonic_ns()  # in nanoseconds, as the next three
+        self.queued = self.first = self.latest = 0
 
     def already_over(self, params: SamplingParams) -> tuple[str, int | str | None] | None:
         """(finish reason, stop reason) where the tokens to resume from are a whole answer."""
@@ -64,6 +73,7 @@ class Live:
 
     def started(self, started: Started) -> None:
         self.cached = started.cached_tokens
+        self.queued = self.queued or started.queued
 
     def push(self, token: int, finish: int, now: int) -> Chunk | None:
         """Take the next token; the chunk to send, or None for an answer that is not streamed. May set `stop`."""
@@ -84,6 +94,20 @@ class Live:
         shown = "" if hidden else self.text.push(token)
         return shown if self.text.stop is not None else shown + self.text.finish()
 
+    def _times(self, now: int) -> dict[str, float]:
+        """Seconds by hop, and since arrival."""
+        first, latest = self.first or now, self.latest or now
+        hops = {
+            "tokenized": self.admitted - self.arrived,
+            "queued": self.queued,
+            "prefill": max(0, first - self.admitted - self.queued),
+            "decode": latest - first,
+            "detokenized": now - latest,
+            "first_token": first - self.arrived,
+            "total": now - self.arrived,
+        }
+        return {name: nanoseconds / 1e9 for name, nanoseconds in hops.items()}
+
     def done(self, reason: str, stop: int | str | None) -> Done:
         message, now = self.message, time.monotonic_ns()
         return Done(
@@ -92,7 +116,7 @@ class Live:
             stop_reason=stop,
             usage=Usage(len(self.prompt), len(self.ids), self.cached),
             seed=self.seed,
-            times={"first_token": ((self.first or now) - self.arrived) / 1e9, "total": (now - self.arrived) / 1e9},
+            times=self._times(now),
             text="".join(self.shown),
             ids=[] if message.stream else self.ids[len(message.output_ids) :],
             prompt_ids=self.prompt if message.return_prompt_ids else None,

@@ -48,6 +48,7 @@ class SchedulerLoop:
     def __init__(self, spec: ProcessSpec, index: int) -> None:
         self.spec, self.index = spec, index
         self.arrived: dict[int, int] = {}  # ns, of the requests that have no slot yet
+        self.waited: dict[int, int] = {}  # ns in the queue, of those whose first step is in flight
         self.queued = histogram(SECONDS)
         self.planned = histogram(MICROSECONDS)
         self.steps_ahead = 0  # results that came when the plan of the next step had been sent already
@@ -127,6 +128,7 @@ class SchedulerLoop:
                 arrived = self.arrived.pop(int(self.engine.slots.request[slot.slot]), None)
                 if arrived is not None:
                     self.queued.add((sent - arrived) / 1e9)
+                    self.waited[int(self.engine.slots.request[slot.slot])] = sent - arrived
 
     def take_requests(self) -> None:
         """What has arrived, up to a number: the next plan must not wait for a burst."""
@@ -181,8 +183,12 @@ class SchedulerLoop:
         return Request(message.request, prompt, sampling, most, output, message.priority, message.tokenizer)
 
     def deliver(self, outputs: Outputs) -> None:
-        """One message to each tokenizer that has tokens in this step."""
-        for index in np.unique(outputs.sources).tolist():
+        """One message to each tokenizer that has tokens, or a request that started, in this step."""
+        started = [
+            (source, Started(request, cached, self.waited.pop(request, 0)))
+            for request, source, cached in outputs.started
+        ]
+        for index in sorted({*np.unique(outputs.sources).tolist(), *(source for source, _ in started)}):
             mine = outputs.sources == index
             self.tokenizers[index].send(
                 TokenBatch(
@@ -192,7 +198,7 @@ class SchedulerLoop:
                     outputs.offsets[mine].astype("<i4").tobytes(),
                     outputs.ids[mine].astype("<i4").tobytes(),
                     outputs.finishes[mine].tobytes(),
-                    [Started(request, cached) for request, source, cached in outputs.started if source == index],
+                    [one for source, one in started if source == index],
                 )
             )
         self.clock.delivered()

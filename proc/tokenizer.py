@@ -19,6 +19,7 @@ import zmq
 from ipc.endpoints import address
 from ipc.errors import (
     Aborted,
+    DeadlineExceeded,
     DuplicateId,
     InternalError,
     InvalidRequest,
@@ -62,6 +63,7 @@ from ipc.public import PublicSocket
 from ipc.sockets import Receiver, Sender
 from proc.conversation import Live, resolved
 from proc.counters import Counters
+from proc.deadlines import Deadlines
 from proc.models import served_name
 from proc.prompts import Prompts
 from proc.questions import Questions
@@ -94,6 +96,7 @@ class TokenizerLoop:
         self.live: dict[int, Live] = {}
         self.counters = Counters()
         self.labels: dict[tuple[bytes, str], int] = {}
+        self.deadlines = Deadlines()
         self.steps: deque[list[int]] = deque(maxlen=STEPS)  # STEP_COLUMNS of each
         self.unsent: list[list[int]] = []  # of `steps`, what the clients have not been sent yet
         self.next_number = 0
@@ -131,7 +134,8 @@ class TokenizerLoop:
 
     def turn(self, poller: Poller) -> None:
         """Wait; take requests; take tokens; send; look after clients that have gone and after a drain."""
-        poller.wait(0.02 if self.public.backlog else 0.1 if self.draining else PROBE)
+        longest = 0.02 if self.public.backlog else 0.1 if self.draining else PROBE
+        poller.wait(self.deadlines.wait(time.monotonic(), longest))
         for _ in range(TURN):
             received = self.public.receive()
             if received is None:
@@ -169,6 +173,7 @@ class TokenizerLoop:
 
     def generate(self, client: bytes, message: Generate) -> None:
         """Admit a request. Raises a `RequestError` or `TextError` that names what is wrong with it."""
+        arrived = time.monotonic_ns()
         if self.draining is not None:
             raise ShuttingDown("the server is shutting down")
         if not message.id:
@@ -181,7 +186,7 @@ class TokenizerLoop:
         ids = self.prompts.ids(message)
         params = resolved(message.sampling, self.tokenizer)
         seed = message.sampling.seed
-        live = Live(client, message, ids, self.tokenizer, self.seeds.getrandbits(64) if seed is None else seed)
+        live = Live(client, message, ids, self.tokenizer, self.seeds.getrandbits(64) if seed is None else seed, arrived)
         early = live.already_over(params)
         if early is not None:
             self.public.send(client, live.done(*early))
@@ -191,6 +196,8 @@ class TokenizerLoop:
         live.replica = self.routing.choose(ids)
         self.live[number] = live
         self.labels[client, message.id] = number
+        if message.timeout_ms is not None:
+            self.deadlines.set(number, arrived / 1e9 + message.timeout_ms / 1e3)
         prompt, output = (np.array(part, "<i4").tobytes() for part in (ids, message.output_ids))
         admit = Admit(number, self.index, prompt, output, params, live.seed, message.priority)
         self.schedulers[live.replica].send(admit)
@@ -332,6 +339,11 @@ class TokenizerLoop:
             self.probed = now
             for client in {live.client for live in self.live.values()}:
                 self.public.probe(client)
+        for number in self.deadlines.due(now):
+            if number in self.live:
+                self.cancel(number)
+                milliseconds = self.live[number].message.timeout_ms
+                self.fail(number, DeadlineExceeded(f"timeout_ms is over: {milliseconds} ms", "timeout_ms"))
         if self.draining is not None:
             if now > self.draining:
                 self.fail_all(ShuttingDown("the server has shut down"))

@@ -111,6 +111,7 @@ def usage(answers: list[Completion], choices: int) -> dict[str, Any]:
         "completion_tokens": completion,
         "total_tokens": prompt + completion,
         "prompt_tokens_details": {"cached_tokens": cached},
+        "times_s": max(answers, key=lambda answer: answer.times["total"]).times,  # ours: by hop, of the slowest choice
     }
 
 

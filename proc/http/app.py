@@ -74,7 +74,7 @@ class Api:
             raise ShuttingDown("the server is shutting down")
         usage = bool(body.stream_options and body.stream_options.include_usage)
         shape = form(chat, request.state.request_id, client.model, usage, prefixes)
-        wishes = wishes | {"priority": body.priority or 0}
+        wishes = wishes | {"priority": body.priority or 0, "timeout_ms": body.timeout_ms}
         if body.stream:
             streams = [await self._stream(client, ask, wishes) for ask in asks]
             return Counted(self, EventStream(streams, shape, body.choices, []))

@@ -11,6 +11,7 @@ STATUS: dict[type[SidestepError], tuple[int, str]] = {
     errors.ModelNotFound: (404, "not_found_error"),
     errors.QueueFull: (429, "rate_limit_error"),
     errors.TimedOut: (504, "timeout_error"),
+    errors.DeadlineExceeded: (504, "timeout_error"),
     errors.RequestError: (400, "invalid_request_error"),
     errors.LostProcess: (503, "service_unavailable_error"),
     SidestepError: (500, "server_error"),

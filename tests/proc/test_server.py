@@ -327,6 +327,37 @@ def test_what_cannot_be_read_inside_is_dropped(server: Supervisor, client: Clien
     scheduler.close()
 
 
+def test_a_deadline_ends_a_request_in_the_queue_and_while_it_runs() -> None:
+    with (
+        start(device="sim:h100-llama-3.1-8b", sim_launch_ms=0.0, max_num_seqs=1) as server,
+        Client(server.addresses[0]) as client,
+    ):
+        first = client.stream("x", max_tokens=3000, ignore_eos=True, timeout_ms=600)
+        queued = client.stream("x", max_tokens=3000, timeout_ms=100)
+        with pytest.raises(errors.DeadlineExceeded, match="100 ms"):
+            list(queued)
+        shown = 0
+        with pytest.raises(errors.DeadlineExceeded, match="600 ms"):
+            for chunk in first:
+                shown += len(chunk.ids)
+        assert shown > 10
+        with pytest.raises(errors.InvalidRequest, match="timeout_ms"):
+            client.generate("x", timeout_ms=0)
+        done = client.generate("x", max_tokens=5, ignore_eos=True, timeout_ms=20_000)
+        assert done.usage.completion_tokens == 5
+        hops = [done.times[name] for name in ("tokenized", "queued", "prefill", "decode", "detokenized")]
+        assert min(hops) >= 0 and sum(hops) == pytest.approx(done.times["total"], abs=1e-3)
+        assert done.times["decode"] > 4 * 0.006 and client.status()["running"] == 0
+
+
+def test_cached_tokens_are_told_when_the_prompt_comes_in_chunks() -> None:
+    with start(max_num_batched_tokens=64, max_num_seqs=8) as server, Client(server.addresses[0]) as client:
+        prompt = list(range(160))
+        assert client.generate(prompt, max_tokens=1).usage.cached_tokens == 0
+        again = client.generate(prompt + list(range(100)), max_tokens=1)
+        assert again.usage.cached_tokens == 160
+
+
 def test_starts_that_must_fail() -> None:
     with pytest.raises(UsageError, match="does not fit the KV cache"):
         start(num_blocks=3, max_model_len=100)
