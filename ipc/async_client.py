@@ -15,6 +15,7 @@ from ipc.errors import CannotConnect, InternalError, TimedOut
 from ipc.exchange import SILENCE, Completion, Exchange, Pending, completion, generate_message, merged
 from ipc.messages import (
     MAX_FRAME,
+    Attach,
     Chunk,
     Detokenize,
     Detokenized,
@@ -142,6 +143,12 @@ class AsyncClient:
         message = generate_message(line.exchange.label(), True, prompt, messages, wishes)
         return AsyncStream(line, await self._send(line, message), timeout or self.timeout)
 
+    async def attach(self, key: str, offset: int, *, timeout: float | None = None) -> AsyncStream:
+        """Go on with a stream that was started with `detach`, from its output token `offset`."""
+        line = self._line_of(key)
+        message = Attach(line.exchange.label(), key, offset)
+        return AsyncStream(line, await self._send(line, message), timeout or self.timeout)
+
     async def tokenize(
         self, text: str | None, add_special_tokens: bool = True, *, messages: list[dict[str, Any]] | None = None
     ) -> list[int]:
@@ -211,6 +218,15 @@ class AsyncClient:
         self._next += 1
         return self._lines[self._next % len(self._lines)]
 
+    def _line_of(self, key: str) -> AsyncLine:
+        """To the tokenizer that the key names; any where it names none, which will say so."""
+        welcome = self._lines[0].exchange.welcome if self._lines else None
+        index = key.partition("-")[0]
+        if welcome is None or not index.isdecimal() or int(index) >= len(welcome.addresses):
+            return self._line()
+        named = (line for line in self._lines if line.address == welcome.addresses[int(index)])
+        return next(named, self._lines[0])
+
     async def _send(self, line: AsyncLine, message: FromClient) -> Pending:
         pending, frame = line.exchange.begin(message)
         await line.socket.send(frame)
@@ -245,6 +261,11 @@ class AsyncStream:
                 yield chunk
 
     @property
+    def key(self) -> str:
+        """For `AsyncClient.attach`; there with the first token of a stream that was started with `detach`."""
+        return self._pending.key
+
+    @property
     def closed(self) -> bool:
         """Ended from this side: nothing more will come."""
         pending = self._pending
@@ -274,3 +295,9 @@ class AsyncStream:
     async def close(self) -> None:
         """Abort what has not come yet."""
         await abort(self._line, self._pending)
+
+    async def detach(self) -> None:
+        """Leave the request to itself for the seconds it was given."""
+        frame = self._line.exchange.detach(self._pending)
+        if frame is not None and not self._line.socket.closed:
+            await self._line.socket.send(frame)

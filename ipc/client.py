@@ -15,6 +15,7 @@ from ipc.errors import CannotConnect, InternalError, TimedOut
 from ipc.exchange import Completion, Exchange, Pending, completion, generate_message, merged
 from ipc.messages import (
     MAX_FRAME,
+    Attach,
     Chunk,
     Detokenize,
     Detokenized,
@@ -124,6 +125,11 @@ class Client:
         message = generate_message(line.exchange.label(), True, prompt, messages, wishes)
         return Stream(self, line, self._send(line, message), timeout or self.timeout)
 
+    def attach(self, key: str, offset: int, *, timeout: float | None = None) -> Stream:
+        """Go on with a stream that was started with `detach`, from its output token `offset`."""
+        line = self._line_of(key)
+        return Stream(self, line, self._send(line, Attach(line.exchange.label(), key, offset)), timeout or self.timeout)
+
     def tokenize(
         self, text: str | None, add_special_tokens: bool = True, *, messages: list[dict[str, Any]] | None = None
     ) -> list[int]:
@@ -195,11 +201,26 @@ class Client:
             self._next += 1
             return self._lines[self._next % len(self._lines)]
 
+    def _line_of(self, key: str) -> Line:
+        """To the tokenizer that the key names; any where it names none, which will say so."""
+        welcome = self._lines[0].exchange.welcome if self._lines else None
+        index = key.partition("-")[0]
+        if welcome is None or not index.isdecimal() or int(index) >= len(welcome.addresses):
+            return self._line()
+        named = (line for line in self._lines if line.address == welcome.addresses[int(index)])
+        return next(named, self._lines[0])
+
     def _send(self, line: Line, message: FromClient) -> Pending:
         with self._lock:
             pending, frame = line.exchange.begin(message)
             line.socket.send(frame)
             return pending
+
+    def _detach(self, line: Line, pending: Pending) -> None:
+        with self._lock:
+            frame = line.exchange.detach(pending)
+            if frame is not None and not line.socket.closed:
+                line.socket.send(frame)
 
     def _abort(self, line: Line, pending: Pending) -> None:
         with self._lock:
@@ -265,3 +286,12 @@ class Stream:
     def close(self) -> None:
         """Abort what has not come yet."""
         self._client._abort(self._line, self._pending)
+
+    @property
+    def key(self) -> str:
+        """For `Client.attach`; there with the first token of a stream that was started with `detach`."""
+        return self._pending.key
+
+    def detach(self) -> None:
+        """Leave the request to itself for the seconds it was given."""
+        self._client._detach(self._line, self._pending)

@@ -18,8 +18,11 @@ from ipc.errors import InternalError, InvalidRequest, ProcessDied, SidestepError
 from ipc.histogram import total
 from ipc.messages import (
     Abort,
+    Accepted,
+    Attach,
     Chunk,
     Chunks,
+    Detach,
     Done,
     Error,
     FromClient,
@@ -42,6 +45,7 @@ GENERATE_FIELDS = {
     "model",
     "priority",
     "timeout_ms",
+    "detach",
     "return_prompt_ids",
     "add_generation_prompt",
     "continue_final_message",
@@ -71,6 +75,7 @@ class Pending:
     events: deque[Chunk | Any] = field(default_factory=deque)
     error: SidestepError | None = None
     received: int = 0  # output tokens
+    key: str = ""  # by which it can be attached again
     over: bool = False
     changed: Callable[[], object] = (
         bool  # called when an event or the end has come; for shells that wait without a loop
@@ -103,6 +108,8 @@ class Exchange:
         pending = Pending(label)
         if isinstance(message, Generate):
             pending.received = len(message.output_ids)
+        elif isinstance(message, Attach):
+            pending.received, pending.key = message.offset, message.key
         self.pending[label] = pending
         return pending, frame
 
@@ -112,6 +119,13 @@ class Exchange:
             return None
         self.forget(pending)
         return encode(Abort(pending.label))
+
+    def detach(self, pending: Pending) -> bytes | None:
+        """The frame that leaves a request to itself; None when it is over already."""
+        if pending.over:
+            return None
+        self.forget(pending)
+        return encode(Detach(pending.label))
 
     def forget(self, pending: Pending) -> None:
         pending.over = True
@@ -129,6 +143,9 @@ class Exchange:
         if isinstance(message, Welcome):
             self.welcome = message
             self.forget(self.greeting)
+        elif isinstance(message, Accepted):
+            if message.id in self.pending:
+                self.pending[message.id].key = message.key
         elif isinstance(message, Chunks):
             for chunk in message.items:
                 self._chunk(chunk)

@@ -80,6 +80,7 @@ class Generate(Public, frozen=True, tag="generate"):
     model: str | None = None
     priority: Priority = 0  # lower runs first
     timeout_ms: Annotated[int, msgspec.Meta(ge=1)] | None = None  # in the queue and while running
+    detach: Annotated[float, msgspec.Meta(ge=0, le=3600)] = 0.0  # seconds that it goes on without its client
     return_prompt_ids: bool = False
     add_generation_prompt: bool = True
     continue_final_message: bool = False  # the answer goes on where the last message, the assistant's, ends
@@ -90,6 +91,20 @@ class Abort(Public, frozen=True, tag="abort"):
     """Ends the client's live request of exactly this id; an unknown id is ignored."""
 
     id: str
+
+
+class Detach(Public, frozen=True, tag="detach"):
+    """The client leaves its live request of this id, which goes on for the seconds it was given; else it ends."""
+
+    id: str
+
+
+class Attach(Public, frozen=True, tag="attach"):
+    """Go on with a request from its output token `offset`; answered as `Generate` is, under the new `id`."""
+
+    id: str
+    key: str  # as `Accepted` told it
+    offset: U64 = 0
 
 
 class Tokenize(Public, frozen=True, tag="tokenize"):
@@ -138,6 +153,13 @@ class Welcome(Public, frozen=True, tag="welcome"):
     model: str
     max_model_len: int
     addresses: list[str]  # of every tokenizer; a client may spread over them
+
+
+class Accepted(Public, frozen=True, tag="accepted"):
+    """The first answer to a `Generate` with `detach`."""
+
+    id: str
+    key: str
 
 
 class Chunk(msgspec.Struct, frozen=True, gc=False):
@@ -229,9 +251,12 @@ class Pong(Public, frozen=True, tag="pong"):
     id: str
 
 
-FromClient = Hello | Generate | Abort | Tokenize | Detokenize | Models | Status | Trace | Metrics | Ping
+FromClient = (
+    Hello | Generate | Abort | Detach | Attach | Tokenize | Detokenize | Models | Status | Trace | Metrics | Ping
+)
 ToClient = (
     Welcome
+    | Accepted
     | Chunks
     | Done
     | Error

@@ -6,11 +6,13 @@ import time
 
 import msgspec
 
+from ipc.errors import SidestepError
 from ipc.messages import Chunk, Done, Generate, SamplingParams, Started, Usage
 from runtime.request import Finish
 from runtime.text import TextStream
 from runtime.tokenizer import ByteTokenizer, Tokenizer
 
+NOBODY = b""  # as a client
 CONTEXT = 4  # tokens at the end of the prompt that may hold the beginning of a character
 
 
@@ -24,8 +26,12 @@ class Live:
         "client",
         "first",
         "ids",
+        "keeps",
+        "key",
         "label",
+        "last",
         "latest",
+        "leaves",
         "message",
         "prompt",
         "queued",
@@ -51,12 +57,16 @@ class Live:
         before = b"".join(bytes_of(token) for token in prompt[-CONTEXT:])
         self.client, self.message, self.prompt, self.seed = client, message, prompt, seed
         self.label, self.streams = message.id, message.stream
+        self.keeps = not message.stream or message.detach > 0  # the text of each token
+        self.key = ""  # by which others may attach
+        self.leaves = 0.0  # seconds, when it ends for lack of a client
+        self.last: Done | SidestepError | None = None  # its last word
         self.text = TextStream(bytes_of, wishes.stop, wishes.include_stop_str_in_output, before, wishes.min_tokens)
         self.ids = list(message.output_ids)
         for token in self.ids:  # replayed: the client has this text
             self.text.push(token)
         self.stop = self.text.stop
-        self.shown: list[str] = []  # of an answer that is not streamed
+        self.shown: list[str] = []  # the text of each output token, where it is kept
         self.replica = self.cached = 0
         self.arrived, self.admitted = arrived, time.monotonic_ns()  # in nanoseconds, as the next three
         self.queued = self.first = self.latest = 0
@@ -83,10 +93,14 @@ class Live:
         ids = self.ids
         offset = len(ids)
         ids.append(token)
-        if self.streams:
-            return Chunk(self.label, offset, shown, [token])
-        self.shown.append(shown)
-        return None
+        if self.keeps:
+            self.shown.append(shown)
+        return Chunk(self.label, offset, shown, [token]) if self.streams and self.client else None
+
+    def since(self, offset: int) -> Chunk:
+        """What has been generated from that output token on."""
+        known = len(self.message.output_ids)
+        return Chunk(self.label, offset, "".join(self.shown[offset - known :]), self.ids[offset:])
 
     def _end(self, token: int, finish: int) -> str:
         """The text that the last token brings; one that stops the request is not shown unless that was asked for."""
@@ -111,13 +125,13 @@ class Live:
     def done(self, reason: str, stop: int | str | None) -> Done:
         message, now = self.message, time.monotonic_ns()
         return Done(
-            id=message.id,
+            id=self.label,
             finish_reason=reason,
             stop_reason=stop,
             usage=Usage(len(self.prompt), len(self.ids), self.cached),
             seed=self.seed,
             times=self._times(now),
-            text="".join(self.shown),
+            text="" if message.stream else "".join(self.shown),
             ids=[] if message.stream else self.ids[len(message.output_ids) :],
             prompt_ids=self.prompt if message.return_prompt_ids else None,
         )

@@ -8,7 +8,6 @@ from __future__ import annotations
 import logging
 import random
 import time
-from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,9 +18,7 @@ import zmq
 from ipc.endpoints import address
 from ipc.errors import (
     Aborted,
-    DeadlineExceeded,
     DuplicateId,
-    InternalError,
     InvalidRequest,
     ModelNotFound,
     ProcessDied,
@@ -32,8 +29,10 @@ from ipc.errors import (
 from ipc.messages import (
     PROTOCOL,
     Abort,
+    Accepted,
     Admit,
-    Cancel,
+    Attach,
+    Detach,
     Detokenize,
     Detokenized,
     FromClient,
@@ -54,7 +53,6 @@ from ipc.messages import (
     ToScheduler,
     ToTokenizer,
     Trace,
-    Track,
     Welcome,
     decode_from_client,
     label_of,
@@ -62,22 +60,17 @@ from ipc.messages import (
 from ipc.public import PublicSocket
 from ipc.sockets import Receiver, Sender
 from proc.conversation import Live, resolved
-from proc.counters import Counters
-from proc.deadlines import Deadlines
+from proc.delivery import Delivery
 from proc.models import served_name
 from proc.prompts import Prompts
 from proc.questions import Questions
 from proc.role import Command, Poller, ProcessSpec
-from proc.routing import Routing
 from proc.settings import UsageError
-from runtime.request import Finish
 from runtime.tokenizer import ByteTokenizer, TextError, Tokenizer
 
 log = logging.getLogger(__name__)
-TURN = 256  # messages taken from clients before tokens are looked at again
+TURN = 64  # messages taken from clients before tokens are looked at again
 PROBE = 1.0  # seconds between looks whether the clients are still there
-STEPS = 4096  # remembered for a trace
-STEP_COLUMNS = ("scheduler", "step", "taken", "detokenized", "delivered")  # times in ns of CLOCK_MONOTONIC
 
 
 class TokenizerLoop:
@@ -92,14 +85,8 @@ class TokenizerLoop:
         self.schedulers: list[Sender[ToScheduler]] = [
             Sender(address(spec.run_dir, "scheduler", n, "in")) for n in range(spec.num_schedulers)
         ]
-        self.routing = Routing(spec.num_schedulers)
-        self.live: dict[int, Live] = {}
-        self.counters = Counters()
-        self.labels: dict[tuple[bytes, str], int] = {}
-        self.deadlines = Deadlines()
-        self.steps: deque[list[int]] = deque(maxlen=STEPS)  # STEP_COLUMNS of each
-        self.unsent: list[list[int]] = []  # of `steps`, what the clients have not been sent yet
-        self.next_number = 0
+        self.delivery = Delivery(index, self.public, self.schedulers)
+        self.requests = self.delivery.requests
         chosen = spec.settings.seed
         self.seeds = random.SystemRandom() if chosen is None else random.Random(f"{chosen}-{index}")
         self.draining: float | None = None  # monotonic seconds by which all must have ended
@@ -135,7 +122,7 @@ class TokenizerLoop:
     def turn(self, poller: Poller) -> None:
         """Wait; take requests; take tokens; send; look after clients that have gone and after a drain."""
         longest = 0.02 if self.public.backlog else 0.1 if self.draining else PROBE
-        poller.wait(self.deadlines.wait(time.monotonic(), longest))
+        poller.wait(self.delivery.deadlines.wait(time.monotonic(), longest))
         for _ in range(TURN):
             received = self.public.receive()
             if received is None:
@@ -144,11 +131,7 @@ class TokenizerLoop:
         while (message := self.inbox.receive(0)) is not None:
             self.take(message)
         self.look_after(time.monotonic())
-        for client in self.public.flush():
-            self.forget(client)
-        for step in self.unsent:
-            step[-1] = time.monotonic_ns()
-        self.unsent.clear()
+        self.delivery.flush()
 
     # -- from clients
 
@@ -178,7 +161,9 @@ class TokenizerLoop:
             raise ShuttingDown("the server is shutting down")
         if not message.id:
             raise InvalidRequest("id must not be empty", "id")
-        if (client, message.id) in self.labels:
+        if message.detach and not message.stream:
+            raise InvalidRequest("detach needs stream", "detach")
+        if self.requests.number(client, message.id) is not None:
             raise DuplicateId(f"a request {message.id!r} of this client is live already", "id")
         if message.model not in (None, self.name):
             raise ModelNotFound(f"the model here is {self.name}, not {message.model}", "model")
@@ -191,22 +176,37 @@ class TokenizerLoop:
         if early is not None:
             self.public.send(client, live.done(*early))
             return
-        number = self.index << 56 | self.next_number
-        self.next_number += 1
-        live.replica = self.routing.choose(ids)
-        self.live[number] = live
-        self.labels[client, message.id] = number
+        live.replica = self.delivery.routing.choose(ids)
+        number = self.requests.add(live)
+        if live.key:
+            self.public.send(client, Accepted(message.id, live.key))
         if message.timeout_ms is not None:
-            self.deadlines.set(number, arrived / 1e9 + message.timeout_ms / 1e3)
+            self.delivery.deadlines.set(number, arrived / 1e9 + message.timeout_ms / 1e3)
         prompt, output = (np.array(part, "<i4").tobytes() for part in (ids, message.output_ids))
         admit = Admit(number, self.index, prompt, output, params, live.seed, message.priority)
         self.schedulers[live.replica].send(admit)
 
     def abort(self, client: bytes, message: Abort) -> None:
-        number = self.labels.get((client, message.id))
+        number = self.requests.number(client, message.id)
         if number is not None:
-            self.cancel(number)
-            self.fail(number, Aborted("the request was aborted"))
+            self.delivery.cancel(number)
+            self.delivery.fail(number, Aborted("the request was aborted"))
+
+    def detach(self, client: bytes, message: Detach) -> None:
+        number = self.requests.number(client, message.id)
+        if number is not None:
+            self.delivery.leave(number)
+
+    def attach(self, client: bytes, message: Attach) -> None:
+        """Show what has been generated since; a live request goes on here. Raises `InvalidRequest`, `DuplicateId`."""
+        before = self.requests.holder(message.key)
+        live = self.requests.attach(message.key, message.offset, client, message.id)
+        if before is not None:
+            self.public.error(*before, Aborted("the stream goes on elsewhere"))
+        if message.offset < len(live.ids):
+            self.public.chunk(client, live.since(message.offset))
+        if live.last is not None:
+            self.delivery.say(live, live.last)
 
     def tokenize(self, client: bytes, message: Tokenize) -> None:
         self.public.send(client, Tokenized(message.id, self.prompts.tokenize(message)))
@@ -229,6 +229,8 @@ class TokenizerLoop:
         Hello: hello,
         Generate: generate,
         Abort: abort,
+        Detach: detach,
+        Attach: attach,
         Tokenize: tokenize,
         Detokenize: detokenize,
         Models: models,
@@ -242,112 +244,27 @@ class TokenizerLoop:
 
     def take(self, message: ToTokenizer) -> None:
         if isinstance(message, TokenBatch):
-            self.take_tokens(message)
+            self.delivery.take_tokens(message)
         elif isinstance(message, Rejected):
-            self.fail(message.request, from_wire(message.code, message.message, message.param))
+            self.delivery.fail(message.request, from_wire(message.code, message.message, message.param))
         elif isinstance(message, Load):
             self.take_load(message)
 
-    def take_tokens(self, batch: TokenBatch) -> None:
-        """Each row's token to its request; a chunk for those that stream, a last word for those that end."""
-        now = time.monotonic_ns()
-        for started in batch.started:
-            if started.request in self.live:
-                self.live[started.request].started(started)
-        rows = zip(
-            np.frombuffer(batch.requests, "<u8").tolist(),
-            np.frombuffer(batch.offsets, "<i4").tolist(),
-            np.frombuffer(batch.ids, "<i4").tolist(),
-            batch.finishes,
-            strict=True,
-        )
-        for number, offset, token, finish in rows:
-            live = self.live.get(number)
-            if live is None:
-                continue
-            if offset != len(live.ids):
-                self.out_of_order(number, live, offset)
-                continue
-            self.counters.token(live, now)
-            chunk = live.push(token, finish, now)
-            if chunk is not None:
-                self.public.chunk(live.client, chunk)
-            if finish or live.stop is not None:
-                self.over(number, live, finish)
-        self.unsent.append([batch.scheduler, batch.step, now, time.monotonic_ns(), 0])
-        self.steps.append(self.unsent[-1])
-
-    def out_of_order(self, number: int, live: Live, offset: int) -> None:
-        """A token that is there already is dropped; one that comes too early means that some were lost."""
-        if offset > len(live.ids):
-            self.cancel(number)
-            self.fail(number, InternalError(f"tokens {len(live.ids)} to {offset - 1} were lost"))
-
-    def over(self, number: int, live: Live, finish: int) -> None:
-        """The last token has been taken; a stop string in its text counts before any other reason."""
-        if live.stop is not None:
-            self.cancel(number)
-            self.end(number, "stop", live.stop)
-        elif finish == Finish.STOP:
-            token = live.ids[-1]
-            self.end(number, "stop", token if token in live.message.sampling.stop_token_ids else None)
-        else:
-            self.end(number, "length", None)
-
     def take_load(self, load: Load) -> None:
-        steps = Track(f"tokenizer{self.index}", list(STEP_COLUMNS), list(self.steps))
-        reply = self.questions.take(load, steps, self.counters)
+        reply = self.questions.take(load, self.delivery.track, self.delivery.counters)
         if reply is not None:
             self.public.send(*reply)
-
-    # -- the last word
-
-    def end(self, number: int, reason: str, stop: int | str | None) -> None:
-        live = self.remove(number)
-        if live is not None:
-            self.counters.ended(live, reason)
-            self.public.send(live.client, live.done(reason, stop))
-
-    def fail(self, number: int, error: SidestepError) -> None:
-        live = self.remove(number)
-        if live is not None:
-            self.counters.ended(live, "abort" if isinstance(error, Aborted) else "error")
-            self.public.error(live.client, live.message.id, error)
-
-    def remove(self, number: int) -> Live | None:
-        """The one place where a request leaves; the first last word wins."""
-        live = self.live.pop(number, None)
-        if live is not None:
-            del self.labels[live.client, live.message.id]
-            self.routing.ended(live.replica)
-        return live
-
-    def cancel(self, number: int) -> None:
-        self.schedulers[self.live[number].replica].send(Cancel(number))
-
-    def forget(self, client: bytes) -> None:
-        """A client has gone, or reads so slowly that it cannot be served: its requests end."""
-        log.info("client %s has gone or reads too slowly", client.hex())
-        for number in [number for number, live in self.live.items() if live.client == client]:
-            self.cancel(number)
-            live = self.remove(number)
-            if live is not None:
-                self.counters.ended(live, "abort")
 
     def look_after(self, now: float) -> None:
         if now - self.probed > PROBE:
             self.probed = now
-            for client in {live.client for live in self.live.values()}:
+            for client in self.requests.clients:
                 self.public.probe(client)
-        for number in self.deadlines.due(now):
-            if number in self.live:
-                self.cancel(number)
-                milliseconds = self.live[number].message.timeout_ms
-                self.fail(number, DeadlineExceeded(f"timeout_ms is over: {milliseconds} ms", "timeout_ms"))
+        self.delivery.expire(now)
         if self.draining is not None:
             if now > self.draining:
-                self.fail_all(ShuttingDown("the server has shut down"))
-            self.finished = not self.live and not self.public.backlog
+                self.delivery.fail_all(ShuttingDown("the server has shut down"))
+            self.finished = not self.requests.live and not self.public.backlog
 
     def command(self, command: Command) -> None:
         """`addresses`: those of all tokenizers. `drain`: no new requests, end with the last. `fail`: end all now."""
@@ -357,14 +274,9 @@ class TokenizerLoop:
             self.draining = time.monotonic() + command.timeout
         elif command.kind == "fail":
             self.draining = time.monotonic()
-            self.fail_all(ProcessDied(command.message))
+            self.delivery.fail_all(ProcessDied(command.message))
             self.public.flush()
             self.finished = True
-
-    def fail_all(self, error: SidestepError) -> None:
-        for number in list(self.live):
-            self.cancel(number)
-            self.fail(number, error)
 
     def close(self) -> None:
         self.public.close()

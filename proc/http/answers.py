@@ -118,13 +118,12 @@ def usage(answers: list[Completion], choices: int) -> dict[str, Any]:
 class EventStream:
     """An answer as server-sent events. The headers leave with the first token, so that a refusal has its own status.
 
-    A client that goes away ends its streams at once.
+    A client that goes away ends its streams at once, unless they outlive it.
     """
 
-    def __init__(
-        self, streams: list[AsyncStream], shape: Form, choices: int, headers: list[tuple[bytes, bytes]]
-    ) -> None:
-        self.streams, self.form, self.choices, self.headers = streams, shape, choices, headers
+    def __init__(self, streams: list[AsyncStream], shape: Form, choices: int, offset: int | None = None) -> None:
+        """`offset`: output tokens already received of a stream that outlives its client; None for any other."""
+        self.streams, self.form, self.choices, self.offset = streams, shape, choices, offset
 
     async def __call__(self, scope: Any, receive: Receive, send: Send) -> None:
         watcher = asyncio.create_task(self._watch(receive))
@@ -141,7 +140,7 @@ class EventStream:
 
     async def _close(self) -> None:
         for stream in self.streams:
-            await stream.close()
+            await (stream.close() if self.offset is None else stream.detach())
 
     async def _answer(self, send: Send) -> None:
         begun = False
@@ -150,8 +149,9 @@ class EventStream:
                 data = b""
                 if not begun:
                     begun = True
-                    await send({"type": "http.response.start", "status": 200, "headers": [*HEADERS, *self.headers]})
-                    data = b"".join(self.form.opening(n) for n in range(len(self.streams)))
+                    await send({"type": "http.response.start", "status": 200, "headers": HEADERS})
+                    if not self.offset:
+                        data = b"".join(self.form.opening(n) for n in range(len(self.streams)))
                 data += self._data(index, chunks)
                 await send({"type": "http.response.body", "body": data, "more_body": True})
         except SidestepError as error:
@@ -169,6 +169,9 @@ class EventStream:
             return b": ping\n\n"
         text = "".join(chunk.text for chunk in chunks)
         data = self.form.text(index, text) if text else b""
+        if self.offset is not None and chunks:
+            self.offset = chunks[-1].offset + len(chunks[-1].ids)
+            data = f"id: {self.streams[index].key}:{self.offset}\n".encode() + (data or b": nothing to show\n\n")
         answer = self.streams[index].result
         return data if answer is None else data + self.form.end(index, answer)
 

@@ -75,9 +75,16 @@ class Api:
         usage = bool(body.stream_options and body.stream_options.include_usage)
         shape = form(chat, request.state.request_id, client.model, usage, prefixes)
         wishes = wishes | {"priority": body.priority or 0, "timeout_ms": body.timeout_ms}
+        last = request.headers.get("last-event-id")
+        detach = _detach(request, body, len(asks))
+        if last is not None:
+            key, _, offset = last.rpartition(":")
+            if not offset.isdecimal():
+                raise InvalidRequest("Last-Event-ID is none of ours", "Last-Event-ID")
+            return Counted(self, EventStream([await client.attach(key, int(offset))], shape, 1, int(offset)))
         if body.stream:
-            streams = [await self._stream(client, ask, wishes) for ask in asks]
-            return Counted(self, EventStream(streams, shape, body.choices, []))
+            streams = [await self._stream(client, ask, wishes | {"detach": detach}) for ask in asks]
+            return Counted(self, EventStream(streams, shape, body.choices, 0 if detach else None))
         calls = [self._whole(client, ask, wishes) for ask in asks]
         answers: list[Completion] = await self._unless_gone(request, _all(calls))
         return Response(shape.whole(answers, body.choices), media_type="application/json")
@@ -243,6 +250,20 @@ class _Error(Response):
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         await answer(send, self.error)
+
+
+def _detach(request: Request, body: Sampled, streams: int) -> float:
+    """Seconds of X-Sidestep-Detach, 0 without. Raises `InvalidRequest`."""
+    given = request.headers.get("x-sidestep-detach")
+    if given is None:
+        return 0.0
+    try:
+        seconds = float(given)
+    except ValueError:
+        seconds = -1.0
+    if not 0 < seconds <= 3600 or not body.stream or streams != 1:
+        raise InvalidRequest("X-Sidestep-Detach takes up to 3600 seconds, for one streamed choice", "X-Sidestep-Detach")
+    return seconds
 
 
 async def _body(request: Request) -> bytes:

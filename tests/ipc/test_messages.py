@@ -17,8 +17,11 @@ from ipc.errors import BY_CODE, InternalError, InvalidRequest, SidestepError, fr
 from ipc.histogram import Histogram
 from ipc.messages import (
     Abort,
+    Accepted,
+    Attach,
     Chunk,
     Chunks,
+    Detach,
     Detokenize,
     Detokenized,
     Done,
@@ -59,6 +62,8 @@ GOLDEN: dict[str, Any] = {
     "83a474797065aa6465746f6b656e697a65a26964a131a36964739105": Detokenize("1", [5]),
     "82a474797065a66d6f64656c73a26964a131": Models("1"),
     "82a474797065a6737461747573a26964a131": Status("1"),
+    "82a474797065a6646574616368a26964a131": Detach("1"),
+    "84a474797065a6617474616368a26964a131a36b6579a3302d31a66f666673657405": Attach("1", "0-1", 5),
     "82a474797065a57472616365a26964a131": Trace("1"),
     "82a474797065a76d657472696373a26964a131": Metrics("1"),
     "82a474797065a470696e67a26964a131": Ping("1"),
@@ -70,6 +75,7 @@ GOLDEN: dict[str, Any] = {
 REPLIES: list[ToClient] = [
     Welcome(1, "m", 8, ["ipc://x"]),
     Chunks([]),
+    Accepted("1", "0-1"),
     Done(id="1", finish_reason="stop", usage=Usage(1, 2, 0), seed=2**64 - 1, times={"total": 0.5}),
     Error("aborted", "words", "1", "id"),
     Tokenized("1", [1]),

@@ -350,6 +350,29 @@ def test_a_deadline_ends_a_request_in_the_queue_and_while_it_runs() -> None:
         assert done.times["decode"] > 4 * 0.006 and client.status()["running"] == 0
 
 
+def test_a_stream_that_was_left_goes_on_elsewhere() -> None:
+    server = start(device="sim:h100-llama-3.1-8b", sim_launch_ms=0.0, procs="4")
+    with server, Client(server.addresses[0]) as one, Client(server.addresses[1]) as other:
+        whole = one.generate("x", max_tokens=40, ignore_eos=True, temperature=0)
+        for leave in (True, False):
+            stream = one.stream("x", max_tokens=40, ignore_eos=True, temperature=0, detach=30)
+            chunks = iter(stream)
+            ids = [token for _ in range(5) for token in next(chunks).ids]
+            if leave:
+                stream.detach()
+            rest = other.attach(stream.key, len(ids))
+            more = [token for chunk in rest for token in chunk.ids]
+            assert ids + more == whole.token_ids
+            assert rest.result is not None and rest.result.usage == whole.usage
+            if not leave:
+                with pytest.raises(errors.Aborted, match="goes on elsewhere"):
+                    list(chunks)
+        with pytest.raises(errors.InvalidRequest, match="offset"):
+            list(one.attach(stream.key, 41))
+        with pytest.raises(errors.InvalidRequest, match="detach"):
+            one.generate("x", detach=5)
+
+
 def test_cached_tokens_are_told_when_the_prompt_comes_in_chunks() -> None:
     with start(max_num_batched_tokens=64, max_num_seqs=8) as server, Client(server.addresses[0]) as client:
         prompt = list(range(160))

@@ -30,8 +30,8 @@ class Reply:
     @property
     def events(self) -> list[Any]:
         """The data of an event stream; the last is `[DONE]` as text."""
-        frames = [part for part in self.body.decode().split("\n\n") if part.startswith("data: ")]
-        return [part if part == "[DONE]" else json.loads(part) for part in (frame[6:] for frame in frames)]
+        data = [line[6:] for line in self.body.decode().split("\n") if line.startswith("data: ")]
+        return [part if part == "[DONE]" else json.loads(part) for part in data]
 
 
 def connection(server: Supervisor) -> http.client.HTTPConnection:

@@ -212,3 +212,53 @@ def test_many_streams_at_once(start: Start) -> None:
     for line in lines:
         line.close()
     assert settled(server)
+
+
+def test_a_stream_can_be_rejoined_while_it_runs_and_after_its_end(start: Start) -> None:
+    server = start(**SLOW, procs="tokenizer=2,http=2")
+    body = LONG | {"max_tokens": 60, "temperature": 0}
+    whole = [event for event in ask(server, CHAT, body).events if event != "[DONE]"]
+    text = "".join(event["choices"][0]["delta"].get("content", "") for event in whole)
+
+    def first_ten(line: Any) -> tuple[str, str]:
+        line.request("POST", CHAT, json.dumps(body), {"X-Sidestep-Detach": "30"})
+        reply, shown, last = line.getresponse(), "", ""
+        while not last.endswith(":10"):
+            words = reply.readline().decode()
+            if words.startswith("id: "):
+                last = words[4:].strip()
+            elif words.startswith("data: "):
+                shown += json.loads(words[6:])["choices"][0]["delta"].get("content", "")
+        while words != "\n":  # the text of that event
+            words = reply.readline().decode()
+            if words.startswith("data: "):
+                shown += json.loads(words[6:])["choices"][0]["delta"].get("content", "")
+        reply.close()
+        return shown, last
+
+    for wait_for_the_end in (False, True):
+        line = connection(server)
+        shown, last = first_ten(line)
+        line.close()
+        if wait_for_the_end:
+            assert settled(server)
+        for _ in range(2):  # it can be rejoined again
+            rest = ask(server, CHAT, body, Last_Event_ID=last)
+            assert rest.status == 200
+            events = [event for event in rest.events if event != "[DONE]"]
+            more = "".join(event["choices"][0]["delta"].get("content", "") for event in events)
+            assert shown + more == text and rest.body.endswith(b"[DONE]\n\n")
+            assert not any("role" in event["choices"][0]["delta"] for event in events)
+    for wrong in ("0-0-00:5", "rubbish", "0-0-00:x", f"{last[:-5]}00000:1", last.replace(":10", ":9999")):
+        assert ask(server, CHAT, body, Last_Event_ID=wrong).status == 400
+    assert ask(server, CHAT, body, X_Sidestep_Detach="soon").status == 400
+    assert ask(server, CHAT, body | {"n": 2}, X_Sidestep_Detach="5").status == 400
+
+
+def test_a_stream_that_nobody_comes_back_for_ends(start: Start) -> None:
+    server = start(**SLOW)
+    line = connection(server)
+    line.request("POST", CHAT, json.dumps(LONG), {"X-Sidestep-Detach": "0.3"})
+    line.getresponse().close()
+    line.close()
+    assert settled(server)
