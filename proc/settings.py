@@ -52,6 +52,7 @@ class Settings:
     cors_origins: str | None = flag(None, "origins whose pages may ask, comma-separated, or * (default: none)")
     ssl_keyfile: str | None = flag(None, "PEM; with --ssl-certfile the HTTP server speaks TLS")
     ssl_certfile: str | None = flag(None, "PEM")
+    write_timeout: float = flag(60.0, "seconds that an HTTP client may leave its stream unread before it is closed")
     enable_log_requests: bool = flag(False, "log each HTTP request's path, status and time", "--log-requests")
     zmq_address: str | None = flag(
         None, "public address, such as tcp://127.0.0.1:5555 (default: a private ipc:// path)"
@@ -75,6 +76,7 @@ class Settings:
             ("seed", 0 <= (self.seed or 0) < 2**64, "between 0 and 2**64 - 1"),
             ("device", self.simulated or self.device in ("auto", "cpu"), "auto, cpu, sim or sim:NAME in this version"),
             ("port", 0 <= self.port <= 65535, "between 0 and 65535"),
+            ("write_timeout", self.write_timeout > 0, "above 0"),
             ("ssl_keyfile", bool(self.ssl_keyfile) == bool(self.ssl_certfile), "given together with --ssl-certfile"),
             ("sim_launch_ms", (self.sim_launch_ms or 0) >= 0, "at least 0"),
             ("sim_launch_ms", self.sim_launch_ms is None or self.timing, "left out unless --device is sim:NAME"),

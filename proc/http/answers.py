@@ -121,22 +121,53 @@ class EventStream:
     A client that goes away ends its streams at once, unless they outlive it.
     """
 
-    def __init__(self, streams: list[AsyncStream], shape: Form, choices: int, offset: int | None = None) -> None:
+    def __init__(
+        self,
+        streams: list[AsyncStream],
+        shape: Form,
+        choices: int,
+        write_timeout: float,
+        offset: int | None = None,
+    ) -> None:
         """`offset`: output tokens already received of a stream that outlives its client; None for any other."""
         self.streams, self.form, self.choices, self.offset = streams, shape, choices, offset
+        self.write_timeout = write_timeout
+        self._writing = 0.0  # since when a write has been waiting for the client; 0: none is
 
     async def __call__(self, scope: Any, receive: Receive, send: Send) -> None:
-        watcher = asyncio.create_task(self._watch(receive))
+        answer = asyncio.create_task(self._answer(self._timed(send)))
+        watcher = asyncio.create_task(self._watch(receive, answer))
         try:
-            await self._answer(send)
+            await answer
+        except asyncio.CancelledError:
+            if not watcher.done():  # cancelled from outside
+                raise
         finally:
+            answer.cancel()
             watcher.cancel()
             await self._close()
 
-    async def _watch(self, receive: Receive) -> None:
-        while (await receive())["type"] != "http.disconnect":
-            pass
+    def _timed(self, send: Send) -> Send:
+        loop = asyncio.get_running_loop()
+
+        async def sending(message: dict[str, Any]) -> None:
+            self._writing = loop.time()
+            await send(message)
+            self._writing = 0.0
+
+        return sending
+
+    async def _watch(self, receive: Receive, answer: asyncio.Task[None]) -> None:
+        """End the answer when the client goes away, or reads nothing for too long."""
+        loop = asyncio.get_running_loop()
+        gone = asyncio.create_task(_disconnected(receive))
+        try:
+            while not gone.done() and not (self._writing and loop.time() - self._writing > self.write_timeout):
+                await asyncio.wait({gone}, timeout=self.write_timeout / 4)
+        finally:
+            gone.cancel()
         await self._close()
+        answer.cancel()
 
     async def _close(self) -> None:
         for stream in self.streams:
@@ -199,6 +230,11 @@ class EventStream:
         finally:
             for task in tasks:
                 task.cancel()
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
 
 
 async def _pump(

@@ -37,7 +37,8 @@ T = TypeVar("T")
 class Api:
     """Its methods are the routes. `client` is there once the tokenizers are."""
 
-    def __init__(self) -> None:
+    def __init__(self, write_timeout: float) -> None:
+        self.write_timeout = write_timeout
         self.client: AsyncClient | None = None
         self.connected = asyncio.Event()
         self.draining = False
@@ -81,10 +82,11 @@ class Api:
             key, _, offset = last.rpartition(":")
             if not offset.isdecimal():
                 raise InvalidRequest("Last-Event-ID is none of ours", "Last-Event-ID")
-            return Counted(self, EventStream([await client.attach(key, int(offset))], shape, 1, int(offset)))
+            streams = [await client.attach(key, int(offset))]
+            return Counted(self, EventStream(streams, shape, 1, self.write_timeout, int(offset)))
         if body.stream:
             streams = [await self._stream(client, ask, wishes | {"detach": detach}) for ask in asks]
-            return Counted(self, EventStream(streams, shape, body.choices, 0 if detach else None))
+            return Counted(self, EventStream(streams, shape, body.choices, self.write_timeout, 0 if detach else None))
         calls = [self._whole(client, ask, wishes) for ask in asks]
         answers: list[Completion] = await self._unless_gone(request, _all(calls))
         return Response(shape.whole(answers, body.choices), media_type="application/json")

@@ -46,8 +46,8 @@ class HttpLoop:
         self.spec = spec
         self.sockets: list[Any] = []
         self.loop = uvloop.new_event_loop()
-        self.api = Api()
         settings = spec.settings
+        self.api = Api(settings.write_timeout)
         app = application(self.api, api_keys(settings.api_key), settings.cors_origins, settings.enable_log_requests)
         self.server = uvicorn.Server(
             uvicorn.Config(

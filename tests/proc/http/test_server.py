@@ -262,3 +262,24 @@ def test_a_stream_that_nobody_comes_back_for_ends(start: Start) -> None:
     line.getresponse().close()
     line.close()
     assert settled(server)
+
+
+def test_a_reader_of_a_byte_a_second_holds_up_nobody_and_is_closed_in_the_end(start: Start) -> None:
+    server = start(write_timeout=1.0)
+    line = connection(server)
+    line.connect()
+    assert line.sock is not None
+    line.request("POST", CHAT, json.dumps(LONG | {"max_tokens": 3900, "n": 24}))
+    assert line.sock.recv(1)
+    for _ in range(5):
+        assert ask(server, CHAT, LONG | {"max_tokens": 20}).body.endswith(b"[DONE]\n\n")
+    assert settled(server)
+    time.sleep(2.0)  # the write timeout and the look at it
+    rest = b""
+    try:
+        while part := line.sock.recv(1 << 20):
+            rest = (rest + part)[-100:]
+    except ConnectionResetError:
+        pass
+    assert b"[DONE]" not in rest
+    line.close()
