@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import socket
 import time
 from pathlib import Path
@@ -95,6 +96,9 @@ def test_metrics_count_what_was_done(start: Start) -> None:
     assert values[f"sidestep:request_queue_time_seconds_count{label}"] == 4
     assert values[f"sidestep:num_requests_running{label}"] == 0
     assert values[f"sidestep:device_busy_seconds_total{label}"] > 0
+    dashboard = (Path(__file__).parents[3] / "docs" / "grafana.json").read_text()
+    present = {name.partition("{")[0] for name in values}
+    assert set(re.findall(r"sidestep:\w+", dashboard)) <= present
     for name in ("num_requests_waiting", "kv_cache_usage_perc", "prefix_cache_hits_total", "num_preemptions_total"):
         assert f"sidestep:{name}{label}" in values
 
