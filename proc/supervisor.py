@@ -123,6 +123,10 @@ class Supervisor:
     def start(self) -> None:
         try:
             self._http = listen(self.settings) if self.topology.count("http") else None
+            for name in ("ssl_keyfile", "ssl_certfile"):
+                file = getattr(self.settings, name)
+                if file is not None and not Path(file).is_file():
+                    raise UsageError(f"--{name.replace('_', '-')} {file}: no such file")
             folder = prepare(self.settings, self.tell)
             self._spawn_all(folder)
             self._wait_until(lambda: all(p.all_ready for p in self.processes), self.settings.startup_timeout)

@@ -20,10 +20,11 @@ from starlette.routing import Route
 from ipc.async_client import AsyncClient, AsyncStream
 from ipc.errors import CannotConnect, InvalidRequest, ModelNotFound, ShuttingDown
 from ipc.exchange import Completion
-from proc.http.answers import EventStream, form
+from proc.http.answers import EventStream, form, slowest
 from proc.http.errors import HttpError
 from proc.http.guard import Guard, answer
 from proc.http.metrics import text_of
+from proc.http.openapi import document
 from proc.http.schema import ChatBody, CompletionBody, DetokenizeBody, Sampled, TokenizeBody, read
 
 LONGEST_BODY = 32 << 20  # bytes
@@ -89,6 +90,7 @@ class Api:
             return Counted(self, EventStream(streams, shape, body.choices, self.write_timeout, 0 if detach else None))
         calls = [self._whole(client, ask, wishes) for ask in asks]
         answers: list[Completion] = await self._unless_gone(request, _all(calls))
+        request.state.times = slowest(answers)
         return Response(shape.whole(answers, body.choices), media_type="application/json")
 
     async def _stream(self, client: AsyncClient, ask: tuple[Any, Any, Any], wishes: dict[str, Any]) -> AsyncStream:
@@ -169,6 +171,9 @@ class Api:
             raise InvalidRequest("last must be a number", "last")
         return _json(await (await self._client(None)).trace(min(int(last), 4096)))
 
+    async def openapi(self, request: Request) -> Response:
+        return _json(document())
+
     async def page(self, request: Request) -> Response:
         return FileResponse(PAGE, media_type="text/html; charset=utf-8")
 
@@ -221,6 +226,7 @@ def application(api: Api, keys: list[bytes], cors_origins: str | None, log_reque
             for name in ("version", "health", "ready", "metrics", "status", "trace")
         ),
         Route("/v1/models", api.models),
+        Route("/openapi.json", api.openapi),
         Route("/", api.page),
     ]
     middleware = [Middleware(Guard, keys=keys, log_requests=log_requests)]
@@ -242,7 +248,8 @@ async def _not_found(request: Request, error: Exception) -> Any:
 
 async def _not_allowed(request: Request, error: Exception) -> Any:
     words = f"{request.url.path} does not take {request.method}"
-    return _Error(HttpError(405, "invalid_request_error", "method_not_allowed", words))
+    allowed: str = error.headers["Allow"]  # type: ignore[attr-defined]
+    return _Error(HttpError(405, "invalid_request_error", "method_not_allowed", words, allow=allowed))
 
 
 class _Error(Response):

@@ -22,9 +22,9 @@ RETRY_AFTER = {429: "1", 503: "5"}  # seconds
 class HttpError(SidestepError):
     """One that only HTTP knows."""
 
-    def __init__(self, status: int, kind: str, code: str, message: str) -> None:
+    def __init__(self, status: int, kind: str, code: str, message: str, **headers: str) -> None:
         super().__init__(message)
-        self.status, self.kind, self.code = status, kind, code
+        self.status, self.kind, self.code, self.headers = status, kind, code, headers
 
 
 def status_of(error: SidestepError) -> tuple[int, str]:

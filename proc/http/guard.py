@@ -71,7 +71,8 @@ class Guard:
                 await answer(sending, InternalError("the server has a fault; its log says more"))
         if self.log_requests and scope["path"] not in QUIET:
             seconds = time.perf_counter() - began
-            log.warning("%s %s %d %.3f s %s", scope["method"], scope["path"], status, seconds, request_id)
+            hops = " ".join(f"{name} {value:.4f}" for name, value in scope["state"].get("times", {}).items())
+            log.warning("%s %s %d %.3f s %s %s", scope["method"], scope["path"], status, seconds, request_id, hops)
 
     def _check_key(self, path: str, authorization: bytes) -> None:
         if not self.keys or path in OPEN:
@@ -79,7 +80,8 @@ class Guard:
         kind, _, given = authorization.partition(b" ")
         # every key is compared, so that the time taken says nothing
         if kind.lower() != b"bearer" or not sum(hmac.compare_digest(given.strip(), key) for key in self.keys):
-            raise HttpError(401, "authentication_error", "invalid_api_key", "a valid API key is needed")
+            words = "a valid API key is needed"
+            raise HttpError(401, "authentication_error", "invalid_api_key", words, **{"www-authenticate": "Bearer"})
 
 
 async def answer(send: Any, error: SidestepError) -> None:
@@ -87,10 +89,10 @@ async def answer(send: Any, error: SidestepError) -> None:
     status, _ = status_of(error)
     body = msgspec.json.encode(error_body(error))
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+    if isinstance(error, HttpError):
+        headers += [(name.encode(), value.encode()) for name, value in error.headers.items()]
     if status in RETRY_AFTER:
         headers.append((b"retry-after", RETRY_AFTER[status].encode()))
-    if status == 401:
-        headers.append((b"www-authenticate", b"Bearer"))
     await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": body})
 

@@ -5,7 +5,10 @@ from __future__ import annotations
 import json
 import re
 import socket
+import ssl
+import subprocess
 import time
+import urllib.request
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +62,8 @@ def test_request_ids_come_back(start: Start) -> None:
     for strange in ("x" * 500, "caf\xe9", ""):
         assert len(ask(server, "/version", X_Request_Id=strange).headers["x-request-id"]) == 32
     assert ask(server, "/nowhere").json["error"]["code"] == "not_found"
-    assert ask(server, CHAT, method="GET").json["error"]["code"] == "method_not_allowed"
+    refused = ask(server, CHAT, method="GET")
+    assert refused.json["error"]["code"] == "method_not_allowed" and refused.headers["allow"] == "POST"
 
 
 def test_a_body_that_is_too_large_is_refused(start: Start) -> None:
@@ -204,6 +208,34 @@ def test_a_taken_port_and_missing_keys_are_told(start: Start, tmp_path: Path) ->
         start(port=port)
     with pytest.raises(UsageError, match="--api-key"):
         start(api_key=f"@{tmp_path}/nowhere")
+
+
+def test_tls(start: Start, tmp_path: Path) -> None:
+    key, certificate = tmp_path / "key.pem", tmp_path / "certificate.pem"
+    words = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "1", "-subj", "/CN=localhost"]
+    words += ["-addext", "subjectAltName=IP:127.0.0.1", "-keyout", str(key), "-out", str(certificate)]
+    subprocess.run(words, check=True, capture_output=True)
+    server = start(ssl_keyfile=str(key), ssl_certfile=str(certificate))
+    assert server.url.startswith("https://")
+    trust = ssl.create_default_context(cafile=str(certificate))
+    with urllib.request.urlopen(f"{server.url}/v1/models", context=trust, timeout=20) as reply:
+        assert json.load(reply)["data"][0]["id"] == "sim"
+    with pytest.raises(UsageError, match="--ssl-certfile"):
+        start(ssl_keyfile=str(key), ssl_certfile=str(tmp_path / "nowhere.pem"))
+
+
+def test_requests_are_logged_when_asked_for_without_their_text(start: Start, capfd: pytest.CaptureFixture[str]) -> None:
+    server = start(enable_log_requests=True)
+    body = LONG | {"max_tokens": 3, "messages": [{"role": "user", "content": "secret words"}]}
+    for stream in (True, False):
+        assert ask(server, CHAT, body | {"stream": stream}, X_Request_Id=f"mine{stream}").status == 200
+    ask(server, "/health")
+    server.stop()
+    log = capfd.readouterr().err
+    lines = [line for line in log.splitlines() if "/v1/chat/completions 200" in line]
+    assert len(lines) == 2 and "secret" not in log and "/health" not in log
+    for line in lines:
+        assert "http-0" in line and "mine" in line and "prefill" in line and "queued" in line
 
 
 def test_many_streams_at_once(start: Start) -> None:
