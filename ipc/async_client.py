@@ -102,18 +102,24 @@ class AsyncClient:
 
     async def connect(self) -> None:
         self._lines = [AsyncLine(address) for address in (self._address or find_address()).split()]
-        first = self._lines[0]
-        try:
-            late = CannotConnect("the server does not answer")
-            await first.changed(first.exchange.greeting, self._connect_timeout, late)
-        except CannotConnect:
-            await self.close()
-            raise
-        welcome = first.exchange.welcome
+        await self._greeted()
+        welcome = self._lines[0].exchange.welcome
         assert welcome is not None
         self.model, self.max_model_len = welcome.model, welcome.max_model_len
         known = {line.address for line in self._lines}
         self._lines += [AsyncLine(other) for other in welcome.addresses if other not in known]
+        await self._greeted()
+
+    async def _greeted(self) -> None:
+        """Until every tokenizer has answered. Raises `CannotConnect`."""
+        late = CannotConnect("the server does not answer")
+        try:
+            for line in self._lines:
+                if not line.exchange.greeting.over:
+                    await line.changed(line.exchange.greeting, self._connect_timeout, late)
+        except CannotConnect:
+            await self.close()
+            raise
 
     async def close(self) -> None:
         lines, self._lines = self._lines, []
@@ -220,12 +226,10 @@ class AsyncClient:
 
     def _line_of(self, key: str) -> AsyncLine:
         """To the tokenizer that the key names; any where it names none, which will say so."""
-        welcome = self._lines[0].exchange.welcome if self._lines else None
         index = key.partition("-")[0]
-        if welcome is None or not index.isdecimal() or int(index) >= len(welcome.addresses):
-            return self._line()
-        named = (line for line in self._lines if line.address == welcome.addresses[int(index)])
-        return next(named, self._lines[0])
+        welcomes = [(line, line.exchange.welcome) for line in self._lines]
+        known = (line for line, welcome in welcomes if welcome is not None and str(welcome.index) == index)
+        return next(known, None) or self._line()
 
     async def _send(self, line: AsyncLine, message: FromClient) -> Pending:
         pending, frame = line.exchange.begin(message)

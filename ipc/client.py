@@ -89,6 +89,8 @@ class Client:
         assert welcome is not None
         self.model, self.max_model_len = welcome.model, welcome.max_model_len
         self._lines += [Line(other) for other in welcome.addresses if other != first.address]
+        answered = lambda: all(line.exchange.welcome for line in self._lines)  # noqa: E731
+        self._until(answered, connect_timeout, CannotConnect("a tokenizer does not answer"))
 
     def __enter__(self) -> Client:
         return self
@@ -203,12 +205,10 @@ class Client:
 
     def _line_of(self, key: str) -> Line:
         """To the tokenizer that the key names; any where it names none, which will say so."""
-        welcome = self._lines[0].exchange.welcome if self._lines else None
         index = key.partition("-")[0]
-        if welcome is None or not index.isdecimal() or int(index) >= len(welcome.addresses):
-            return self._line()
-        named = (line for line in self._lines if line.address == welcome.addresses[int(index)])
-        return next(named, self._lines[0])
+        welcomes = [(line, line.exchange.welcome) for line in self._lines]
+        known = (line for line, welcome in welcomes if welcome is not None and str(welcome.index) == index)
+        return next(known, None) or self._line()
 
     def _send(self, line: Line, message: FromClient) -> Pending:
         with self._lock:

@@ -153,6 +153,7 @@ class Welcome(Public, frozen=True, tag="welcome"):
     model: str
     max_model_len: int
     addresses: list[str]  # of every tokenizer; a client may spread over them
+    index: int = 0  # of the tokenizer that answers
 
 
 class Accepted(Public, frozen=True, tag="accepted"):

@@ -152,7 +152,7 @@ class TokenizerLoop:
     def hello(self, client: bytes, message: Hello) -> None:
         if message.version != PROTOCOL:
             raise InvalidRequest(f"version {message.version} is not spoken here, {PROTOCOL} is", "version")
-        self.public.send(client, Welcome(PROTOCOL, self.name, self.max_model_len, self.addresses))
+        self.public.send(client, Welcome(PROTOCOL, self.name, self.max_model_len, self.addresses, self.index))
 
     def generate(self, client: bytes, message: Generate) -> None:
         """Admit a request. Raises a `RequestError` or `TextError` that names what is wrong with it."""

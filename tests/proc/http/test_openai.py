@@ -200,3 +200,27 @@ def test_the_page_of_fields_is_whole() -> None:
         for name in kind.__struct_fields__:
             assert f"`{name}`" in page, name
     json.dumps(page)
+
+
+def test_what_the_benchmarks_of_vllm_and_sglang_send_and_how_they_read(server: Supervisor) -> None:
+    """Bodies as `vllm bench serve` and `sglang.bench_serving` send them; each line of a stream is what they expect."""
+    usage = {"stream": True, "stream_options": {"include_usage": True}, "ignore_eos": True}
+    vllm_text = {"model": "sim", "prompt": "hi", "repetition_penalty": 1.0, "max_tokens": 9, "logprobs": None, **usage}
+    parts = [{"role": "user", "content": [{"type": "text", "text": "hi"}]}]
+    vllm_chat = {"model": "sim", "messages": parts, "max_completion_tokens": 9, **usage}
+    for path, body in ((TEXT, vllm_text), (CHAT, vllm_chat)):
+        reply = ask(server, path, body, x_request_id="bench-1")
+        messages = [part.strip().removeprefix("data: ") for part in reply.body.decode().split("\n\n") if part.strip()]
+        assert messages.pop() == "[DONE]"
+        *tokens, last = [json.loads(message) for message in messages]
+        assert not last["choices"] and last["usage"]["completion_tokens"] == 9
+        for token in tokens:
+            assert token["usage"] is None
+            choice = token["choices"][0]
+            assert isinstance(choice["text"] if path == TEXT else choice["delta"].get("content", ""), str)
+    common = {"model": "sim", "temperature": 0.0, "max_tokens": 9, "stream": True, "ignore_eos": True}
+    for path, body in ((TEXT, common | {"prompt": "hi", "best_of": 1}), (CHAT, common | {"messages": parts})):
+        for line in ask(server, path, body).body.splitlines():
+            if line.strip() and line != b"data: [DONE]":
+                choice = json.loads(line.decode().removeprefix("data: "))["choices"][0]
+                assert "text" in choice if path == TEXT else "delta" in choice
