@@ -1,7 +1,6 @@
-"""Every message, public and internal. Knows no socket and no engine.
+"""The public messages, between clients and tokenizers: msgpack maps with a `type`. Knows no socket and no engine.
 
-Public ones travel between clients and tokenizers as msgpack maps with a `type`; docs/PROTOCOL.md describes them field
-by field. Internal ones are positional, their arrays little-endian bytes.
+docs/PROTOCOL.md describes them field by field. Those inside the server are in `ipc.internal`.
 """
 
 from __future__ import annotations
@@ -317,87 +316,3 @@ def encode(message: FromClient | ToClient) -> bytes:
         raise InvalidRequest(f"the text has a lone surrogate at position {error.start}") from None
     except OverflowError:
         raise InvalidRequest("a number does not fit 64 bits") from None
-
-
-# -- internal: tokenizer ↔ scheduler
-
-
-class Admit(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """A request for the engine, new or resumed."""
-
-    request: U64  # unique among the live ones
-    tokenizer: U64  # index of the tokenizer that gets its tokens
-    prompt_ids: bytes  # <i4
-    output_ids: bytes  # <i4: already generated and delivered
-    params: SamplingParams
-    seed: U64  # the tokenizer draws one where the caller gave none
-    priority: Priority = 0
-
-
-class Cancel(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Nobody wants the rest: aborted, or ended by a stop string. Unknown ids are ignored."""
-
-    request: U64
-
-
-class Ask(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """A tokenizer wants the replica's figures for a status, or its last steps for a trace."""
-
-    tokenizer: U64
-    ask: U64
-    steps: U64 = 0  # how many of the last ones; 0: the figures
-
-
-class Started(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """A request got its slot."""
-
-    request: int
-    cached_tokens: int
-    queued: int  # nanoseconds until then
-
-
-class TokenBatch(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """The tokens of one step for one tokenizer, a row each."""
-
-    scheduler: int
-    step: int
-    requests: bytes  # <u8
-    offsets: bytes  # <i4: index of the token among its request's output; receivers drop what they have
-    ids: bytes  # <i4
-    finishes: bytes  # u1: 0 goes on, 1 stop, 2 length
-    started: list[Started] = []  # those whose first token this is
-
-
-class Rejected(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """A request's last word when it cannot be admitted."""
-
-    request: U64
-    code: str  # of ipc.errors
-    message: str
-    param: str | None = None
-
-
-class ReplicaReady(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """A scheduler and its worker are up."""
-
-    scheduler: int
-    max_model_len: int
-    vocab_size: int
-    num_blocks: int
-    block_size: int
-    device: str
-
-
-class Load(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """What a replica answers to `Ask`: its figures, or a row for each of its last steps."""
-
-    scheduler: int
-    ask: int
-    figures: dict[str, float]
-    histograms: dict[str, Histogram] = {}
-    columns: list[str] = []
-    rows: list[list[int]] = []
-
-
-ToScheduler = Admit | Cancel | Ask
-ToTokenizer = TokenBatch | Rejected | ReplicaReady | Load

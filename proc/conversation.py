@@ -7,7 +7,8 @@ import time
 import msgspec
 
 from ipc.errors import SidestepError
-from ipc.messages import Chunk, Done, Generate, SamplingParams, Started, Usage
+from ipc.internal import Started
+from ipc.messages import Chunk, Done, Generate, SamplingParams, Usage
 from runtime.request import Finish
 from runtime.text import TextStream
 from runtime.tokenizer import ByteTokenizer, Tokenizer

@@ -13,7 +13,8 @@ import msgspec
 import numpy as np
 
 from ipc.errors import Aborted, DeadlineExceeded, InternalError, SidestepError
-from ipc.messages import Cancel, Done, TokenBatch, ToScheduler, Track
+from ipc.internal import Cancel, TokenBatch, ToScheduler
+from ipc.messages import Done, Track
 from ipc.public import PublicSocket
 from ipc.sockets import Sender
 from proc.conversation import Live

@@ -7,7 +7,8 @@ from typing import Any
 import msgspec
 
 from ipc.histogram import total
-from ipc.messages import Ask, Load, Metrics, MetricsReply, Status, StatusReply, ToScheduler, Trace, TraceReply, Track
+from ipc.internal import Ask, Load, ToScheduler
+from ipc.messages import Metrics, MetricsReply, Status, StatusReply, Trace, TraceReply, Track
 from ipc.sockets import Sender
 from proc.counters import Counters
 

@@ -10,18 +10,7 @@ import numpy as np
 
 from ipc.endpoints import address
 from ipc.histogram import MICROSECONDS, SECONDS, Histogram, histogram
-from ipc.messages import (
-    Admit,
-    Ask,
-    Cancel,
-    Load,
-    Rejected,
-    ReplicaReady,
-    Started,
-    TokenBatch,
-    ToScheduler,
-    ToTokenizer,
-)
+from ipc.internal import Admit, Ask, Cancel, Load, Rejected, ReplicaReady, Started, TokenBatch, ToScheduler, ToTokenizer
 from ipc.sockets import Receiver, Sender
 from ipc.token_table import TokenTable
 from proc.device_clock import COLUMNS, DeviceClock

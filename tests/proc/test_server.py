@@ -18,7 +18,8 @@ from ipc import errors
 from ipc.async_client import AsyncClient
 from ipc.client import Client
 from ipc.endpoints import discover
-from ipc.messages import Admit, SamplingParams, decode_to_client
+from ipc.internal import Admit
+from ipc.messages import SamplingParams, decode_to_client
 from ipc.sockets import Sender
 from proc.settings import Settings, UsageError
 from proc.supervisor import Supervisor
