@@ -82,5 +82,6 @@ class DeviceClock:
             "device_idle_with_work_s": (self.idle_with_work + with_work) / 1e9,
             "device_idle_without_work_s": (self.idle_without_work + gap - with_work) / 1e9,
             "steps_committed": self.num_steps,
+            "oldest_step_s": (now - self._sent[0][1]) / 1e9 if self._sent else 0.0,  # in flight for so long
             "report_delay_s": self.late / 1e9,
         }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
@@ -26,6 +27,9 @@ Send = Callable[[dict[str, Any]], Awaitable[None]]
 Receive = Callable[[], Awaitable[dict[str, Any]]]
 
 
+News = tuple[int, list[Chunk], Completion | None] | SidestepError
+
+
 class Silence(Exception):
     """Nothing has come for a while."""
 
@@ -40,6 +44,7 @@ class Form:
     created: int
     include_usage: bool
     prefixes: tuple[str, ...]  # text that stands before each choice's (echo)
+    began: float  # when the request was taken up here, of time.perf_counter
 
     @property
     def kind(self) -> str:
@@ -49,7 +54,7 @@ class Form:
         """All choices; `choices` of them for each prompt."""
         body = self._head(self.kind) | {
             "choices": [self._choice(index, answer) for index, answer in enumerate(answers)],
-            "usage": usage(answers, choices),
+            "usage": self.usage(answers, choices),
         }
         return msgspec.json.encode(body)
 
@@ -77,8 +82,26 @@ class Form:
         return frame(body)
 
     def closing(self, answers: list[Completion], choices: int) -> bytes:
-        last = frame(self._head(self._chunk) | {"choices": [], "usage": usage(answers, choices)})
+        last = frame(self._head(self._chunk) | {"choices": [], "usage": self.usage(answers, choices)})
         return (last if self.include_usage else b"") + b"data: [DONE]\n\n"
+
+    def usage(self, answers: list[Completion], choices: int) -> dict[str, Any]:
+        """A prompt counts once, however many choices it has."""
+        prompt = sum(answer.usage.prompt_tokens for answer in answers[::choices])
+        completion = sum(answer.usage.completion_tokens for answer in answers)
+        cached = sum(answer.usage.cached_tokens for answer in answers[::choices])
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": completion,
+            "total_tokens": prompt + completion,
+            "prompt_tokens_details": {"cached_tokens": cached},
+            "times_s": self.times(answers),  # ours
+        }
+
+    def times(self, answers: list[Completion]) -> dict[str, float]:
+        """Seconds by hop, of the choice that took longest; `delivered` is this process and the ways to and from it."""
+        slowest = max(answers, key=lambda answer: answer.times["total"]).times
+        return slowest | {"delivered": max(0.0, time.perf_counter() - self.began - slowest["total"])}
 
     @property
     def _chunk(self) -> str:
@@ -90,7 +113,7 @@ class Form:
 
 def form(chat: bool, request_id: str, model: str, include_usage: bool, prefixes: list[str]) -> Form:
     name = f"{'chatcmpl' if chat else 'cmpl'}-{request_id}"
-    return Form(chat, name, model, int(time.time()), include_usage, tuple(prefixes))
+    return Form(chat, name, model, int(time.time()), include_usage, tuple(prefixes), time.perf_counter())
 
 
 def frame(body: Any) -> bytes:
@@ -99,25 +122,6 @@ def frame(body: Any) -> bytes:
 
 def reasons(answer: Completion) -> dict[str, Any]:
     return {"finish_reason": answer.finish_reason, "stop_reason": answer.stop_reason}
-
-
-def usage(answers: list[Completion], choices: int) -> dict[str, Any]:
-    """A prompt counts once, however many choices it has."""
-    prompt = sum(answer.usage.prompt_tokens for answer in answers[::choices])
-    completion = sum(answer.usage.completion_tokens for answer in answers)
-    cached = sum(answer.usage.cached_tokens for answer in answers[::choices])
-    return {
-        "prompt_tokens": prompt,
-        "completion_tokens": completion,
-        "total_tokens": prompt + completion,
-        "prompt_tokens_details": {"cached_tokens": cached},
-        "times_s": slowest(answers),  # ours
-    }
-
-
-def slowest(answers: list[Completion]) -> dict[str, float]:
-    """The seconds by hop of the choice that took longest."""
-    return max(answers, key=lambda answer: answer.times["total"]).times
 
 
 class EventStream:
@@ -181,14 +185,14 @@ class EventStream:
     async def _answer(self, send: Send, state: dict[str, Any]) -> None:
         begun = False
         try:
-            async for index, chunks in self._events():
+            async for index, chunks, answer in self._events():
                 data = b""
                 if not begun:
                     begun = True
                     await send({"type": "http.response.start", "status": 200, "headers": HEADERS})
                     if not self.offset:
                         data = b"".join(self.form.opening(n) for n in range(len(self.streams)))
-                data += self._data(index, chunks)
+                data += self._data(index, chunks, answer)
                 await send({"type": "http.response.body", "body": data, "more_body": True})
         except SidestepError as error:
             if not begun:
@@ -197,10 +201,10 @@ class EventStream:
             return
         answers = [stream.result for stream in self.streams if stream.result is not None]
         if len(answers) == len(self.streams):
-            state["times"] = slowest(answers)
+            state["times"] = self.form.times(answers)
             await send({"type": "http.response.body", "body": self.form.closing(answers, self.choices)})
 
-    def _data(self, index: int | None, chunks: list[Chunk]) -> bytes:
+    def _data(self, index: int | None, chunks: list[Chunk], answer: Completion | None) -> bytes:
         """The bytes for what has come of choice `index`; tokens that have piled up share an event."""
         if index is None:
             return b": ping\n\n"
@@ -209,30 +213,32 @@ class EventStream:
         if self.offset is not None and chunks:
             self.offset = chunks[-1].offset + len(chunks[-1].ids)
             data = f"id: {self.streams[index].key}:{self.offset}\n".encode() + (data or b": nothing to show\n\n")
-        answer = self.streams[index].result
         return data if answer is None else data + self.form.end(index, answer)
 
-    async def _events(self) -> AsyncIterator[tuple[int | None, list[Chunk]]]:
-        """(choice, what has come of it) until all have ended; (None, []) in a silence."""
+    async def _events(self) -> AsyncIterator[tuple[int | None, list[Chunk], Completion | None]]:
+        """(choice, what has come of it, the whole where that was the end) until all have ended; None in a silence."""
         if len(self.streams) == 1:
             stream = self.streams[0]
             while stream.result is None and not stream.closed:
                 try:
                     chunks = await stream.take(PING, Silence())
                 except Silence:
-                    yield None, []
+                    yield None, [], None
                     continue
-                yield 0, chunks
+                yield 0, chunks, stream.result
             return
-        news: asyncio.Queue[tuple[int | None, list[Chunk]] | SidestepError] = asyncio.Queue()
+        news: asyncio.Queue[News] = asyncio.Queue()
         tasks = [asyncio.create_task(_pump(index, stream, news)) for index, stream in enumerate(self.streams)]
         try:
             while not all(task.done() for task in tasks) or not news.empty():
-                event = await news.get()
+                try:
+                    event = await asyncio.wait_for(news.get(), PING)
+                except asyncio.TimeoutError:
+                    yield None, [], None
+                    continue
                 if isinstance(event, SidestepError):
                     raise event
-                if event[0] is not None or event[1]:
-                    yield event
+                yield event
         finally:
             for task in tasks:
                 task.cancel()
@@ -243,14 +249,11 @@ async def _disconnected(receive: Receive) -> None:
         pass
 
 
-async def _pump(
-    index: int, stream: AsyncStream, news: asyncio.Queue[tuple[int | None, list[Chunk]] | SidestepError]
-) -> None:
+async def _pump(index: int, stream: AsyncStream, news: asyncio.Queue[News]) -> None:
     try:
         while stream.result is None and not stream.closed:
-            try:
-                news.put_nowait((index, await stream.take(PING, Silence())))
-            except Silence:
-                news.put_nowait((None, []))
+            with contextlib.suppress(Silence):
+                chunks = await stream.take(PING, Silence())
+                news.put_nowait((index, chunks, stream.result))
     except SidestepError as error:
         news.put_nowait(error)

@@ -18,9 +18,9 @@ from starlette.responses import FileResponse, Response
 from starlette.routing import Route
 
 from ipc.async_client import AsyncClient, AsyncStream
-from ipc.errors import CannotConnect, InvalidRequest, ModelNotFound, ShuttingDown
+from ipc.errors import CannotConnect, InvalidRequest, ModelNotFound, ProcessDied, ShuttingDown
 from ipc.exchange import Completion
-from proc.http.answers import EventStream, form, slowest
+from proc.http.answers import EventStream, form
 from proc.http.errors import HttpError
 from proc.http.guard import Guard, answer
 from proc.http.metrics import text_of
@@ -30,6 +30,7 @@ from proc.http.schema import ChatBody, CompletionBody, DetokenizeBody, Sampled, 
 LONGEST_BODY = 32 << 20  # bytes
 BODY_TIME = 60.0  # seconds in which a body must have come
 CONNECT_TIME = 10.0  # seconds that a request waits for the tokenizers
+STUCK = 60.0  # seconds a step may take before the worker counts as stuck
 FRESH = 5.0  # seconds in which the scheduler must answer for the server to be healthy
 PAGE = Path(__file__).parent / "page.html"
 T = TypeVar("T")
@@ -90,7 +91,7 @@ class Api:
             return Counted(self, EventStream(streams, shape, body.choices, self.write_timeout, 0 if detach else None))
         calls = [self._whole(client, ask, wishes) for ask in asks]
         answers: list[Completion] = await self._unless_gone(request, _all(calls))
-        request.state.times = slowest(answers)
+        request.state.times = shape.times(answers)
         return Response(shape.whole(answers, body.choices), media_type="application/json")
 
     async def _stream(self, client: AsyncClient, ask: tuple[Any, Any, Any], wishes: dict[str, Any]) -> AsyncStream:
@@ -148,8 +149,13 @@ class Api:
         return _json({"version": version("sidestep")})
 
     async def health(self, request: Request) -> Response:
-        """200 when a scheduler has answered just now, not merely this process."""
-        await asyncio.wait_for((await self._client(None)).status(), FRESH)
+        """200 when the schedulers have answered just now and no worker sits on a step; not merely for this process."""
+        try:
+            status = await asyncio.wait_for((await self._client(None)).status(), FRESH)
+        except asyncio.TimeoutError:
+            raise ProcessDied(f"no scheduler has answered within {FRESH:.0f} s") from None
+        if status["oldest_step_s"] > STUCK:
+            raise ProcessDied(f"a step has been under way for {status['oldest_step_s']:.0f} s")
         return Response()
 
     async def ready(self, request: Request) -> Response:

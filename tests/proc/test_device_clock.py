@@ -60,3 +60,4 @@ def test_the_open_gap_counts_by_whether_there_is_work() -> None:
     assert without["device_idle_without_work_s"] > 0
     made.sent(1, 2)  # a step is in flight: the device is not known to idle
     assert made.figures(True)["device_idle_with_work_s"] == pytest.approx(0)
+    assert made.figures(True)["oldest_step_s"] > 0 == with_work["oldest_step_s"]

@@ -240,7 +240,7 @@ def test_requests_are_logged_when_asked_for_without_their_text(start: Start, cap
 
 def test_many_streams_at_once(start: Start) -> None:
     server = start(max_num_seqs=256)
-    lines = [connection(server) for _ in range(200)]
+    lines = [connection(server) for _ in range(500)]
     for line in lines:
         line.request("POST", CHAT, json.dumps(LONG | {"max_tokens": 20}))
     replies = [line.getresponse().read() for line in lines]
