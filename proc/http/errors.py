@@ -16,6 +16,7 @@ STATUS: dict[type[SidestepError], tuple[int, str]] = {
     errors.LostProcess: (503, "service_unavailable_error"),
     SidestepError: (500, "server_error"),
 }
+NAMES = {"prompt_ids": "prompt", "text": "prompt", "ids": "tokens"}  # the socket's field → HTTP's
 RETRY_AFTER = {429: "1", 503: "5"}  # seconds
 
 
@@ -36,4 +37,5 @@ def status_of(error: SidestepError) -> tuple[int, str]:
 
 def error_body(error: SidestepError) -> dict[str, Any]:
     message, kind = str(error), status_of(error)[1]
-    return {"error": {"message": message, "type": kind, "param": error.param, "code": error.code}}
+    param = error.param and NAMES.get(error.param, error.param)
+    return {"error": {"message": message, "type": kind, "param": param, "code": error.code}}

@@ -144,10 +144,10 @@ BAD: list[tuple[str, dict[str, Any], int, str | None]] = [
     (TEXT, {"prompt": "x", "logprobs": 1}, 400, "logprobs"),
     (TEXT, {"prompt": ""}, 400, "prompt"),
     (TEXT, {"prompt": ["a", [1]]}, 400, "prompt"),
-    (TEXT, {"prompt": [9999]}, 400, "prompt_ids"),
+    (TEXT, {"prompt": [9999]}, 400, "prompt"),
     (TEXT, {"prompt": "x" * 300}, 400, "prompt"),
     ("/tokenize", {}, 400, "prompt"),
-    ("/detokenize", {"tokens": [-1]}, 400, "ids"),
+    ("/detokenize", {"tokens": [-1]}, 400, "tokens"),
 ]
 
 
