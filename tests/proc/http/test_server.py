@@ -12,6 +12,7 @@ import urllib.request
 from pathlib import Path
 from typing import Any
 
+import openai
 import pytest
 
 from ipc.client import Client
@@ -319,3 +320,44 @@ def test_a_reader_of_a_byte_a_second_holds_up_nobody_and_is_closed_in_the_end(st
         pass
     assert b"[DONE]" not in rest
     line.close()
+
+
+def until(client: Client, **figures: float) -> None:
+    """Waits until the status says so, for thirty seconds at most."""
+    deadline = time.monotonic() + 30
+    while any(client.status()[name] != value for name, value in figures.items()):
+        assert time.monotonic() < deadline, figures
+        time.sleep(0.01)
+
+
+def test_the_openai_client_comes_back_after_a_full_queue(start: Start) -> None:
+    server = start(**SLOW, max_num_seqs=1, max_num_queued_reqs=1)
+    lines = []
+    with Client(server.addresses[0]) as client:
+        for figures in ({"running": 1.0}, {"waiting": 1.0}):
+            lines.append(connection(server))
+            lines[-1].request("POST", CHAT, json.dumps(LONG | {"max_tokens": 120}))
+            until(client, **figures)
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="unused", max_retries=0) as impatient:
+        with pytest.raises(openai.RateLimitError):
+            impatient.completions.create(model="sim", prompt="x", max_tokens=2)
+        patient = impatient.with_options(max_retries=5)
+        assert patient.completions.create(model="sim", prompt="x", max_tokens=2).choices
+    for line in lines:
+        line.close()
+
+
+def test_a_client_that_goes_away_while_it_waits_leaves_the_queue(start: Start) -> None:
+    server = start(**SLOW, max_num_seqs=1)
+    lines = []
+    with Client(server.addresses[0]) as client:
+        for figures in ({"running": 1.0}, {"waiting": 1.0}):
+            lines.append(connection(server))
+            lines[-1].request("POST", CHAT, json.dumps(LONG))
+            until(client, **figures)
+        for line in reversed(lines):
+            assert line.sock is not None
+            line.sock.shutdown(socket.SHUT_RDWR)
+            line.close()
+            until(client, waiting=0.0)
+    assert settled(server)
