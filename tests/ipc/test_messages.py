@@ -182,7 +182,7 @@ def test_the_tree_in_the_docstring_is_the_real_one() -> None:
     import ipc.errors
 
     def names(kind: type[SidestepError]) -> list[str]:
-        below = [child for child in kind.__subclasses__() if child.__module__ == "ipc.errors"]  # HTTP has one of its own
+        below = [child for child in kind.__subclasses__() if child.__module__ == "ipc.errors"]  # HTTP has its own
         return [kind.__name__, *(name for child in below for name in names(child))]
 
     words = (ipc.errors.__doc__ or "").replace("├──", "").replace("└──", "").replace("│", "").split()
