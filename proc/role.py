@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import threading
 from collections import deque
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -102,7 +101,3 @@ def run(loop: RoleLoop, control: Control, sockets: list[zmq.Socket[bytes]], obey
             obeyed(command)
         if not loop.finished:
             loop.turn(poller)
-
-
-def name_thread(role: Role) -> None:
-    threading.current_thread().name = str(role)

@@ -55,7 +55,7 @@ class Sampled(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     include_stop_str_in_output: bool | None = None
     priority: int | None = None
     timeout_ms: int | None = None
-    user: str | None = None  # logged with the request
+    user: str | None = None  # for OpenAI's sake; nothing depends on it
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
