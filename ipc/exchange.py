@@ -39,7 +39,7 @@ from ipc.messages import (
 )
 
 SILENCE = 2.0  # seconds without a word before the server is asked whether it is there
-DEAD = 12.0  # seconds without a word, having asked, after which it is given up
+DEAD = 10.0  # seconds without a word, from that question on, after which it is given up
 GENERATE_FIELDS = {
     "output_ids",
     "model",
@@ -90,7 +90,7 @@ class Exchange:
         self.greeting = Pending("")  # over once the server has answered the hello
         self.pending: dict[str, Pending] = {}
         self.heard = now
-        self.asked = now
+        self.asked: float | None = None  # since when a question whether the server is there has had no answer
         self._numbers = itertools.count()
 
     def hello(self) -> bytes:
@@ -134,7 +134,7 @@ class Exchange:
 
     def feed(self, frame: bytes, now: float) -> None:
         """Take a reply. Replies nobody waits for are dropped; one that cannot be read fails what is under way."""
-        self.heard = now
+        self.heard, self.asked = now, None
         try:
             message = decode_to_client(frame)
         except msgspec.MsgspecError as error:
@@ -156,11 +156,13 @@ class Exchange:
 
     def tick(self, now: float) -> bytes | None:
         """What to send when nothing has come for a while. Fails what is under way when that lasts too long."""
-        if now - self.heard > DEAD and self.pending:
-            self.fail(ProcessDied(f"no word from the server for {now - self.heard:.0f} s"))
-        if self.pending and now - max(self.heard, self.asked) > SILENCE:
+        if not self.pending:
+            return None
+        if self.asked is None and now - self.heard > SILENCE:
             self.asked = now
             return encode(Ping("ping"))
+        if self.asked is not None and now - self.asked > DEAD:
+            self.fail(ProcessDied(f"no word from the server for {now - self.heard:.0f} s"))
         return None
 
     def fail(self, error: SidestepError) -> None:

@@ -85,5 +85,9 @@ class Load(msgspec.Struct, frozen=True, tag=True, array_like=True):
     rows: list[list[int]] = []
 
 
+class Alive(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """A worker that has had nothing to do for a while is still there."""
+
+
 ToScheduler = Admit | Cancel | Ask
 ToTokenizer = TokenBatch | Rejected | ReplicaReady | Load

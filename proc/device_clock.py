@@ -42,6 +42,7 @@ class DeviceClock:
         self.late = 0  # ns from the ends of steps to the worker's word of them
         self.work_since = now  # when there last was work after there had been none
         self.last_ended = now
+        self.heard = now  # the worker's last word
         self._sent: deque[tuple[int, int]] = deque()  # (planned, sent) of the steps in flight
         self.steps: deque[list[int]] = deque(maxlen=STEPS)  # COLUMNS of each
 
@@ -83,5 +84,6 @@ class DeviceClock:
             "device_idle_without_work_s": (self.idle_without_work + gap - with_work) / 1e9,
             "steps_committed": self.num_steps,
             "oldest_step_s": (now - self._sent[0][1]) / 1e9 if self._sent else 0.0,  # in flight for so long
+            "worker_silence_s": 0.0 if self._sent else (now - self.heard) / 1e9,  # with nothing to do
             "report_delay_s": self.late / 1e9,
         }

@@ -12,11 +12,12 @@ from ipc.messages import Metrics, MetricsReply, Status, StatusReply, Trace, Trac
 from ipc.sockets import Sender
 from proc.counters import Counters
 
+WORST = ("oldest_step_s", "worker_silence_s")  # of the replicas the largest counts; other figures are summed
 Reply = StatusReply | TraceReply | MetricsReply
 
 
 class Questions:
-    """Of tokenizer `index`. `facts` stand in every status beside the figures, which are summed over the replicas."""
+    """Of tokenizer `index`. `facts` stand in every status beside the figures of all replicas."""
 
     def __init__(self, index: int, schedulers: list[Sender[ToScheduler]], facts: dict[str, Any]) -> None:
         self.index, self.schedulers, self.facts = index, schedulers, facts
@@ -43,7 +44,9 @@ class Questions:
             tracks = [Track(f"scheduler{one.scheduler}", one.columns, one.rows) for one in loads]
             steps = msgspec.structs.replace(steps, rows=steps.rows[-asked.last :])
             return client, TraceReply(asked.id, [*tracks, steps])
-        figures = {name: sum(one.figures[name] for one in loads) for name in loads[0].figures}
+        figures = {
+            name: (max if name in WORST else sum)(one.figures[name] for one in loads) for name in loads[0].figures
+        }
         if isinstance(asked, Status):
             return client, StatusReply(asked.id, figures | {"replicas": len(loads)} | self.facts)
         histograms = total([one.histograms for one in loads]) | counters.histograms

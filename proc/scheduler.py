@@ -10,7 +10,19 @@ import numpy as np
 
 from ipc.endpoints import address
 from ipc.histogram import MICROSECONDS, SECONDS, Histogram, histogram
-from ipc.internal import Admit, Ask, Cancel, Load, Rejected, ReplicaReady, Started, TokenBatch, ToScheduler, ToTokenizer
+from ipc.internal import (
+    Admit,
+    Alive,
+    Ask,
+    Cancel,
+    Load,
+    Rejected,
+    ReplicaReady,
+    Started,
+    TokenBatch,
+    ToScheduler,
+    ToTokenizer,
+)
 from ipc.sockets import Receiver, Sender
 from ipc.token_table import TokenTable
 from proc.device_clock import COLUMNS, DeviceClock
@@ -43,8 +55,8 @@ class SchedulerLoop:
         self.steps_ahead = 0  # results that came when the plan of the next step had been sent already
         self.table = TokenTable(table_shape(spec.settings), spec.tables[index])
         self.requests: Receiver[ToScheduler] = Receiver(address(spec.run_dir, "scheduler", index, "in"), ToScheduler)
-        self.results: Receiver[DeviceInfo | StepResult] = Receiver(
-            address(spec.run_dir, "scheduler", index, "results"), DeviceInfo | StepResult
+        self.results: Receiver[DeviceInfo | StepResult | Alive] = Receiver(
+            address(spec.run_dir, "scheduler", index, "results"), DeviceInfo | StepResult | Alive
         )
         self.plans: Sender[StepPlan] = Sender(address(spec.run_dir, "worker", index, "plans"))
         self.tokenizers: list[Sender[ToTokenizer]] = [
@@ -92,10 +104,13 @@ class SchedulerLoop:
             self.deliver(outputs)
 
     def take_result(self) -> Outputs | None:
-        result = self.results.receive(0) if self.engine.records else None
-        if not isinstance(result, StepResult):
+        result = self.results.receive(0)
+        if result is None:
             return None
         engine, taken = self.engine, time.monotonic_ns()
+        self.clock.heard = taken
+        if not isinstance(result, StepResult):
+            return None
         self.steps_ahead += len(engine.records) > 1
         ids, _ = self.table.read(result.step, engine.records[0].rows)
         outputs = engine.commit(result.step, ids[:, 0])

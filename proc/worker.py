@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from ipc.endpoints import address
+from ipc.internal import Alive
 from ipc.sockets import Receiver, Sender
 from ipc.token_table import Shape, TokenTable
 from proc.devices import build, num_slots
@@ -28,7 +29,9 @@ class Worker:
         self.spec = spec
         self.table = TokenTable(table_shape(spec.settings), spec.tables[index])
         self.plans: Receiver[StepPlan] = Receiver(address(spec.run_dir, "worker", index, "plans"), StepPlan)
-        self.results: Sender[DeviceInfo | StepResult] = Sender(address(spec.run_dir, "scheduler", index, "results"))
+        self.results: Sender[DeviceInfo | StepResult | Alive] = Sender(
+            address(spec.run_dir, "scheduler", index, "results")
+        )
         self.device: Device | None = None
 
     @property
@@ -50,11 +53,15 @@ class Worker:
         }
 
     def turn(self, poller: Poller) -> None:
-        """Wait for a plan and run all that are there."""
+        """Wait for a plan and run all that are there; without one, say that this process lives."""
         assert self.device is not None
         poller.wait()
-        while (plan := self.plans.receive(0)) is not None:
+        plan = self.plans.receive(0)
+        if plan is None:
+            self.results.send(Alive())
+        while plan is not None:
             self.device.launch(plan, self.results.send)
+            plan = self.plans.receive(0)
 
     def command(self, command: Command) -> None:
         """A worker has nothing to drain: it ends after its scheduler."""

@@ -31,7 +31,7 @@ LONGEST_BODY = 32 << 20  # bytes
 BODY_TIME = 60.0  # seconds in which a body must have come
 CONNECT_TIME = 10.0  # seconds that a request waits for the tokenizers
 STUCK = 60.0  # seconds a step may take before the worker counts as stuck
-FRESH = 5.0  # seconds in which the scheduler must answer for the server to be healthy
+FRESH = 5.0  # seconds in which the scheduler must answer, and an idle worker say a word
 PAGE = Path(__file__).parent / "page.html"
 T = TypeVar("T")
 
@@ -149,13 +149,15 @@ class Api:
         return _json({"version": version("sidestep")})
 
     async def health(self, request: Request) -> Response:
-        """200 when the schedulers have answered just now and no worker sits on a step; not merely for this process."""
+        """200 when all schedulers have answered just now, and every worker lives and sits on no step."""
         try:
             status = await asyncio.wait_for((await self._client(None)).status(), FRESH)
         except asyncio.TimeoutError:
             raise ProcessDied(f"no scheduler has answered within {FRESH:.0f} s") from None
         if status["oldest_step_s"] > STUCK:
             raise ProcessDied(f"a step has been under way for {status['oldest_step_s']:.0f} s")
+        if status["worker_silence_s"] > FRESH:
+            raise ProcessDied(f"a worker has said nothing for {status['worker_silence_s']:.0f} s")
         return Response()
 
     async def ready(self, request: Request) -> Response:

@@ -66,8 +66,18 @@ def test_silence_is_asked_about_and_then_taken_for_death() -> None:
     assert exchange.tick(SILENCE + 0.2) is None  # asked once
     exchange.feed(encode(Chunks([])), DEAD)
     assert exchange.tick(DEAD + 0.1) is None and pending.error is None
-    exchange.tick(2 * DEAD + 0.2)
+    assert exchange.tick(2 * DEAD) is not None  # asked again
+    assert exchange.tick(3 * DEAD) is None and pending.error is None
+    exchange.tick(3 * DEAD + 0.1)
     assert isinstance(pending.error, ProcessDied)
+
+
+def test_a_request_after_a_long_idle_time_is_not_taken_for_lost() -> None:
+    exchange = Exchange(now=0.0)
+    pending, _ = exchange.begin(Generate("r0", "x"))
+    assert exchange.tick(1000.0) is not None and pending.error is None  # it asks first
+    exchange.feed(encode(Chunks([])), 1000.1)
+    assert exchange.tick(1000.2) is None and pending.error is None
 
 
 def test_an_idle_client_asks_nothing() -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import signal
 import socket
 import ssl
 import subprocess
@@ -361,3 +363,25 @@ def test_a_client_that_goes_away_while_it_waits_leaves_the_queue(start: Start) -
             line.close()
             until(client, waiting=0.0)
     assert settled(server)
+
+
+def test_an_idle_worker_that_has_stopped_is_noticed(start: Start) -> None:
+    server = start()
+    assert ask(server, "/health").status == 200
+    worker = next(int(pid) for role, pid, *_ in server.table() if role == "worker-0")
+    os.kill(worker, signal.SIGSTOP)
+    try:
+        assert becomes(server, 503)
+        assert "a worker has said nothing" in ask(server, "/health").json["error"]["message"]
+    finally:
+        os.kill(worker, signal.SIGCONT)
+    assert becomes(server, 200)
+
+
+def becomes(server: Supervisor, status: int) -> bool:
+    """/health says so within fifteen seconds."""
+    for _ in range(150):
+        if ask(server, "/health").status == status:
+            return True
+        time.sleep(0.1)
+    return False
