@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from ipc.client import Client as Client
     from ipc.errors import SidestepError as SidestepError
     from ipc.exchange import Completion as Completion
-    from ipc.messages import SamplingParams as SamplingParams
+    from ipc.sampling_params import SamplingParams as SamplingParams
     from proc.llm import LLM as LLM
 
 _ERRORS = (

@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 import zmq
 
 from bench.overlap_workloads import Ask
-from ipc.messages import Chunks, Done, Error, Generate, Hello, SamplingParams, Welcome, decode_to_client, encode
+from ipc.messages import Chunks, Done, Error, Generate, Hello, Welcome, decode_to_client, encode
+from ipc.sampling_params import SamplingParams
 
 PATIENCE = 120.0  # seconds without a word
 

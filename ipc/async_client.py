@@ -248,8 +248,7 @@ class AsyncStream:
 
     def __init__(self, line: AsyncLine, pending: Pending, timeout: float) -> None:
         self._line, self._pending, self._timeout = line, pending, timeout
-        self._text: list[str] = []
-        self._ids: list[int] = []
+        self._chunks: list[Chunk] = []
         self.result: Completion | None = None
 
     async def __aenter__(self) -> AsyncStream:
@@ -289,10 +288,9 @@ class AsyncStream:
         while pending.events:
             event = pending.events.popleft()
             if isinstance(event, Done):
-                self.result = completion(event, "".join(self._text), self._ids)
+                self.result = completion(event, self._chunks)
             else:
-                self._text.append(event.text)
-                self._ids += event.ids
+                self._chunks.append(event)
                 chunks.append(event)
         return chunks
 

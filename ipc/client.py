@@ -256,8 +256,7 @@ class Stream:
 
     def __init__(self, client: Client, line: Line, pending: Pending, timeout: float) -> None:
         self._client, self._line, self._pending, self._timeout = client, line, pending, timeout
-        self._text: list[str] = []
-        self._ids: list[int] = []
+        self._chunks: list[Chunk] = []
         self.result: Completion | None = None
 
     def __enter__(self) -> Stream:
@@ -277,10 +276,9 @@ class Stream:
                 return
             event = pending.events.popleft()
             if isinstance(event, Done):
-                self.result = completion(event, "".join(self._text), self._ids)
+                self.result = completion(event, self._chunks)
             else:
-                self._text.append(event.text)
-                self._ids += event.ids
+                self._chunks.append(event)
                 yield event
 
     def close(self) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,15 +28,17 @@ from ipc.messages import (
     FromClient,
     Generate,
     Hello,
+    Logprob,
     MetricsReply,
     Ping,
-    SamplingParams,
     ToClient,
+    ToolCall,
     Usage,
     Welcome,
     decode_to_client,
     encode,
 )
+from ipc.sampling_params import SamplingParams
 
 SILENCE = 2.0  # seconds without a word before the server is asked whether it is there
 DEAD = 10.0  # seconds without a word, from that question on, after which it is given up
@@ -50,6 +52,10 @@ GENERATE_FIELDS = {
     "add_generation_prompt",
     "continue_final_message",
     "chat_template_kwargs",
+    "tools",
+    "tool_choice",
+    "parallel_tool_calls",
+    "separate_reasoning",
 }
 
 
@@ -59,12 +65,16 @@ class Completion:
 
     text: str
     token_ids: list[int]
-    finish_reason: str  # stop | length
+    finish_reason: str  # stop | length | tool_calls
     stop_reason: int | str | None
     usage: Usage
     seed: int
     times: dict[str, float]
     prompt_token_ids: list[int] | None = None
+    reasoning: str = ""
+    tool_calls: list[ToolCall] = field(default_factory=list)
+    logprobs: list[list[Logprob]] = field(default_factory=list)  # for each token: itself, then the most likely ids
+    prompt_logprobs: list[list[Logprob]] | None = None
 
 
 @dataclass
@@ -197,18 +207,36 @@ class Exchange:
             self.forget(pending)
 
 
-def completion(done: Done, text: str | None = None, ids: list[int] | None = None) -> Completion:
-    """The whole answer of a last word; with `text` and `ids` where it was streamed."""
+def completion(done: Done, chunks: Sequence[Chunk] | None = None) -> Completion:
+    """The whole answer of a last word; with `chunks` where it was streamed."""
+    calls = done.tool_calls
+    if chunks is not None:
+        calls = joined_calls([call for chunk in chunks for call in chunk.tool_calls])
+    parts = chunks or []
     return Completion(
-        done.text if text is None else text,
-        done.ids if ids is None else ids,
+        done.text if chunks is None else "".join(part.text for part in parts),
+        done.ids if chunks is None else [token for part in parts for token in part.ids],
         done.finish_reason,
         done.stop_reason,
         done.usage,
         done.seed,
         done.times,
         done.prompt_ids,
+        done.reasoning if chunks is None else "".join(part.reasoning for part in parts),
+        calls,
+        done.logprobs if chunks is None else [entry for part in parts for entry in part.logprobs],
+        done.prompt_logprobs,
     )
+
+
+def joined_calls(pieces: Iterable[ToolCall]) -> list[ToolCall]:
+    """Pieces of calls as whole ones."""
+    whole: dict[int, ToolCall] = {}
+    for piece in pieces:
+        known = whole.get(piece.index, ToolCall(piece.index))
+        arguments = known.arguments + piece.arguments
+        whole[piece.index] = ToolCall(piece.index, known.id or piece.id, known.name or piece.name, arguments)
+    return list(whole.values())
 
 
 def generate_message(

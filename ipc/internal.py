@@ -1,11 +1,12 @@
-"""The messages between tokenizers and schedulers: positional, their arrays little-endian bytes. Knows no socket."""
+"""The messages inside the server: positional, their arrays little-endian bytes. Knows no socket."""
 
 from __future__ import annotations
 
 import msgspec
 
 from ipc.histogram import Histogram
-from ipc.messages import U64, Priority, SamplingParams
+from ipc.messages import Priority
+from ipc.sampling_params import U64, SamplingParams
 
 
 class Admit(msgspec.Struct, frozen=True, tag=True, array_like=True):
@@ -18,12 +19,38 @@ class Admit(msgspec.Struct, frozen=True, tag=True, array_like=True):
     params: SamplingParams
     seed: U64  # the tokenizer draws one where the caller gave none
     priority: Priority = 0
+    vocab: U64 = 0  # ids from this one on are no tokens; 0: the model's vocabulary is the tokenizer's
+    bad_words: list[tuple[int, ...]] = []  # the ids of `params.bad_words`
+    constrained: bool = False  # the grammar of this number is compiled, and each draw waits for its mask
 
 
 class Cancel(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """Nobody wants the rest: aborted, or ended by a stop string. Unknown ids are ignored."""
 
     request: U64
+
+
+class Compile(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """A grammar for a request that has not been admitted yet; answered by `Compiled` or `Rejected`."""
+
+    request: U64
+    tokenizer: U64
+    kind: str  # a field of StructuredOutputs, or lark
+    text: str  # JSON for json and choice
+    output_ids: bytes  # <i4: already generated
+
+
+class Forget(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """The request of that grammar is over."""
+
+    request: U64
+
+
+class Compiled(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """The grammar is there, and its first mask could be computed."""
+
+    request: U64
+    replica: U64
 
 
 class Ask(msgspec.Struct, frozen=True, tag=True, array_like=True):
@@ -42,6 +69,17 @@ class Started(msgspec.Struct, frozen=True, array_like=True, gc=False):
     queued: int  # nanoseconds until then
 
 
+class Told(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Log probabilities of consecutive tokens of a request, as the worker told them."""
+
+    request: int
+    offset: int  # index of the first among the output; below 0: in the prompt
+    width: int  # entries a token
+    ids: bytes  # <i4
+    values: bytes  # <f4
+    ranks: bytes  # <i4, one a token
+
+
 class TokenBatch(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """The tokens of one step for one tokenizer, a row each."""
 
@@ -52,6 +90,7 @@ class TokenBatch(msgspec.Struct, frozen=True, tag=True, array_like=True):
     ids: bytes  # <i4
     finishes: bytes  # u1: 0 goes on, 1 stop, 2 length
     started: list[Started] = []  # those whose first token this is
+    logprobs: list[Told] = []
 
 
 class Rejected(msgspec.Struct, frozen=True, tag=True, array_like=True):
@@ -90,4 +129,4 @@ class Alive(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 ToScheduler = Admit | Cancel | Ask
-ToTokenizer = TokenBatch | Rejected | ReplicaReady | Load
+ToTokenizer = TokenBatch | Compiled | Rejected | ReplicaReady | Load

@@ -11,46 +11,12 @@ import msgspec
 
 from ipc.errors import InvalidRequest
 from ipc.histogram import Histogram
+from ipc.sampling_params import U64, SamplingParams
 
 PROTOCOL = 1
 MAX_FRAME = 64 << 20  # bytes; a larger one is refused by the socket
 
-U64 = Annotated[int, msgspec.Meta(ge=0)]  # msgpack itself ends at 2**64 - 1
 Priority = Annotated[int, msgspec.Meta(ge=-(2**31), lt=2**31)]
-
-
-class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """What a caller may ask; names follow vLLM. None: the model's own default (generation_config), else vLLM's."""
-
-    temperature: float | None = None  # 1.0; 0 is greedy
-    top_k: int | None = None  # 0 and -1 are off
-    top_p: float | None = None  # 1.0
-    min_p: float | None = None  # 0.0
-    seed: U64 | None = None  # None: drawn by the server and told with the last word
-    max_tokens: int | None = None  # None: until the context is full
-    min_tokens: int = 0
-    stop: list[str] = []
-    stop_token_ids: list[int] = []
-    ignore_eos: bool = False
-    skip_special_tokens: bool = True
-    include_stop_str_in_output: bool = False
-
-    def check(self) -> None:
-        """Raises `InvalidRequest` naming the first field that cannot be honoured (not-a-number included)."""
-        infinity = float("inf")
-        for param, fine, words in (
-            ("temperature", self.temperature is None or 0 <= self.temperature < infinity, "finite and at least 0"),
-            ("top_k", self.top_k is None or self.top_k >= -1, "-1 or 0 (off), or positive"),
-            ("top_p", self.top_p is None or 0 < self.top_p <= 1, "above 0, at most 1"),
-            ("min_p", self.min_p is None or 0 <= self.min_p <= 1, "between 0 and 1"),
-            ("max_tokens", self.max_tokens is None or self.max_tokens >= 1, "at least 1"),
-            ("seed", 0 <= (self.seed or 0) < 2**64, "between 0 and 2**64 - 1"),
-            ("min_tokens", 0 <= self.min_tokens <= (self.max_tokens or infinity), "between 0 and max_tokens"),
-            ("stop", "" not in self.stop and len(self.stop) <= 64, "at most 64 strings, none of them empty"),
-            ("stop_token_ids", all(0 <= i < 2**31 for i in self.stop_token_ids), "token ids"),
-        ):
-            if not fine:
-                raise InvalidRequest(f"{param} must be {words}", param)
 
 
 # -- public: from the client
@@ -84,6 +50,10 @@ class Generate(Public, frozen=True, tag="generate"):
     add_generation_prompt: bool = True
     continue_final_message: bool = False  # the answer goes on where the last message, the assistant's, ends
     chat_template_kwargs: dict[str, Any] = {}
+    tools: list[dict[str, Any]] = []  # OpenAI's function tools; with `messages`
+    tool_choice: str | dict[str, Any] = "auto"  # auto, none, required, or OpenAI's object that names a function
+    parallel_tool_calls: bool = True
+    separate_reasoning: bool = False  # what the model thinks before it answers comes apart from the text
 
 
 class Abort(Public, frozen=True, tag="abort"):
@@ -162,13 +132,34 @@ class Accepted(Public, frozen=True, tag="accepted"):
     key: str
 
 
-class Chunk(msgspec.Struct, frozen=True, gc=False):
+class Logprob(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """One id's natural log probability by the model alone (before temperature, penalties and masks)."""
+
+    token: int
+    logprob: float  # finite
+    rank: int  # 1 is the most likely
+    raw: bytes  # of the token; may be part of a character
+
+
+class ToolCall(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A call of a tool, or some more of one: `id` and `name` come once, with its first piece."""
+
+    index: int
+    id: str = ""
+    name: str = ""
+    arguments: str = ""  # JSON text
+
+
+class Chunk(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     """Some more of one answer."""
 
     id: str
     offset: int  # output tokens before these
     text: str
     ids: list[int]
+    reasoning: str = ""
+    tool_calls: list[ToolCall] = []
+    logprobs: list[list[Logprob]] = []  # for each id: itself, then the most likely ones
 
 
 class Chunks(Public, frozen=True, tag="chunks"):
@@ -187,7 +178,7 @@ class Done(Public, frozen=True, tag="done", kw_only=True):
     """A request's last word. `text` and `ids` are the whole answer where it was not streamed, else empty."""
 
     id: str
-    finish_reason: str  # stop | length
+    finish_reason: str  # stop | length | tool_calls
     stop_reason: int | str | None = None  # the stop string or stop token id that ended it; None for EOS
     usage: Usage
     seed: int
@@ -195,6 +186,10 @@ class Done(Public, frozen=True, tag="done", kw_only=True):
     text: str = ""
     ids: list[int] = []
     prompt_ids: list[int] | None = None
+    reasoning: str = ""
+    tool_calls: list[ToolCall] = []
+    logprobs: list[list[Logprob]] = []
+    prompt_logprobs: list[list[Logprob]] | None = None  # for each token of the prompt; empty for the first
 
 
 class Error(Public, frozen=True, tag="error"):

@@ -97,6 +97,10 @@ def _loop(role: Role, spec: ProcessSpec) -> Any:
         from proc.scheduler import SchedulerLoop
 
         return SchedulerLoop(spec, role.index)
+    if role.name == "grammar":
+        from proc.grammar import GrammarLoop
+
+        return GrammarLoop(spec, role.index)
     if role.name == "http":
         from proc.http.role import HttpLoop
 

@@ -8,16 +8,17 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
+from collections.abc import Callable
 
 import msgspec
 import numpy as np
 
 from ipc.errors import Aborted, DeadlineExceeded, InternalError, SidestepError
 from ipc.internal import Cancel, TokenBatch, ToScheduler
-from ipc.messages import Done, Track
+from ipc.messages import Done, Logprob, Track
 from ipc.public import PublicSocket
 from ipc.sockets import Sender
-from proc.conversation import Live
+from proc.conversation import Live, entries
 from proc.counters import Counters
 from proc.deadlines import Deadlines
 from proc.requests import Requests
@@ -37,6 +38,7 @@ class Delivery:
         self.requests = Requests(index)
         self.live = self.requests.live
         self.routing = Routing(len(schedulers))
+        self.forget_grammar: Callable[[int, int], None] = lambda number, replica: None  # of a structured request
         self.counters = Counters()
         self.deadlines = Deadlines()
         self.steps: deque[list[int]] = deque(maxlen=STEPS)  # STEP_COLUMNS of each
@@ -60,6 +62,7 @@ class Delivery:
         for started in batch.started:
             if started.request in self.live:
                 self.live[started.request].started(started)
+        told = self.told(batch) if batch.logprobs else {}
         rows = zip(
             np.frombuffer(batch.requests, "<u8").tolist(),
             np.frombuffer(batch.offsets, "<i4").tolist(),
@@ -75,13 +78,24 @@ class Delivery:
                 self.out_of_order(number, live, offset)
                 continue
             self.counters.token(live, now)
-            chunk = live.push(token, finish, now)
+            chunk = live.push(token, finish, now, told.get(number))
             if chunk is not None:
                 self.public.chunk(live.client, chunk)
             if finish or live.stop is not None:
                 self.over(number, live, finish)
         self._unsent.append([batch.scheduler, batch.step, now, time.monotonic_ns(), 0])
         self.steps.append(self._unsent[-1])
+
+    def told(self, batch: TokenBatch) -> dict[int, list[Logprob]]:
+        """The log probabilities of this step's tokens, by request; those of prompts are kept for the last word."""
+        found = {}
+        for one in batch.logprobs:
+            live = self.live.get(one.request)
+            if live is not None and one.offset < 0:
+                live.tell_prompt(one)
+            elif live is not None:
+                found[one.request] = entries(one, live.tokenizer)[0]
+        return found
 
     def out_of_order(self, number: int, live: Live, offset: int) -> None:
         """A token that is there already is dropped; one that comes too early means that some were lost."""
@@ -126,10 +140,15 @@ class Delivery:
         live = self.requests.remove(number, time.monotonic())
         if live is not None:
             self.routing.ended(live.replica)
+            if live.structured:
+                self.forget_grammar(number, live.replica)
         return live
 
     def cancel(self, number: int) -> None:
-        self.schedulers[self.live[number].replica].send(Cancel(number))
+        """Nobody wants the rest of a live request."""
+        live = self.live.get(number)
+        if live is not None:
+            self.schedulers[live.replica].send(Cancel(number))
 
     def forget(self, client: bytes) -> None:
         """A client has gone, or reads so slowly that it cannot be served."""

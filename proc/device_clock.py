@@ -26,7 +26,7 @@ COLUMNS = (
     "taken",  # up by the scheduler
     "committed",
     "delivered",  # to the tokenizers
-    "idle_with_work",  # nanoseconds before `started`
+    "idle_with_work",  # nanoseconds before `started`, and of waiting for masks
     "running",  # requests, when committed
     "waiting",
     "used_blocks",
@@ -39,6 +39,7 @@ class DeviceClock:
     def __init__(self) -> None:
         now = time.monotonic_ns()  # of the device's readiness
         self.busy = self.idle_with_work = self.idle_without_work = self.num_steps = 0
+        self.masking = self.exposed = 0  # ns: making masks, and of that what no forward pass hid
         self.late = 0  # ns from the ends of steps to the worker's word of them
         self.work_since = now  # when there last was work after there had been none
         self.last_ended = now
@@ -54,9 +55,12 @@ class DeviceClock:
     ) -> None:
         """The oldest step in flight is done."""
         gap = max(0, result.started - self.last_ended)
-        with_work = max(0, min(gap, result.started - self.work_since))
+        with_work = max(0, min(gap, result.started - self.work_since)) + result.exposed
+        gap += result.exposed
         self.num_steps += 1
-        self.busy += result.ended - result.started
+        self.busy += result.ended - result.started - result.exposed
+        self.masking += result.masking
+        self.exposed += result.exposed
         self.idle_with_work += with_work
         self.idle_without_work += gap - with_work
         self.late += result.reported - result.ended
@@ -82,6 +86,8 @@ class DeviceClock:
             "device_busy_s": self.busy / 1e9,
             "device_idle_with_work_s": (self.idle_with_work + with_work) / 1e9,
             "device_idle_without_work_s": (self.idle_without_work + gap - with_work) / 1e9,
+            "masking_s": self.masking / 1e9,
+            "masking_exposed_s": self.exposed / 1e9,
             "steps_committed": self.num_steps,
             "oldest_step_s": (now - self._sent[0][1]) / 1e9 if self._sent else 0.0,  # in flight for so long
             "worker_silence_s": 0.0 if self._sent else (now - self.heard) / 1e9,  # with nothing to do

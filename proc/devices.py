@@ -8,9 +8,12 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 from ipc.token_table import TokenTable
+from proc.halves import Halves
 from proc.settings import Settings, UsageError
 from runtime.batch import SlotTables
 from runtime.device.base import Device, DeviceInfo
@@ -29,9 +32,9 @@ class Built:
     info: DeviceInfo
 
 
-def build(settings: Settings, folder: str, table: TokenTable) -> Built:
+def build(settings: Settings, folder: str, table: TokenTable, halves: Halves) -> Built:
     """Raises `UsageError` or `runtime.model.config.ConfigError` with one clear line."""
-    return _sim(settings, folder, table) if settings.simulated else _cpu(settings, Path(folder), table)
+    return (_sim if settings.simulated else _cpu)(settings, Path(folder) if folder else None, table, halves)
 
 
 def num_slots(settings: Settings) -> int:
@@ -58,9 +61,9 @@ def _tables(settings: Settings, longest: int) -> SlotTables:
     return SlotTables(num_slots(settings), -(-longest // settings.block_size), settings.block_size)
 
 
-def _sim(settings: Settings, folder: str, table: TokenTable) -> Built:
+def _sim(settings: Settings, folder: Path | None, table: TokenTable, halves: Halves) -> Built:
     """Without a model folder the vocabulary is bytes; with a timing, memory and context are those of what it names."""
-    config = json.loads((Path(folder) / "config.json").read_text()) if folder else {}
+    config = json.loads((folder / "config.json").read_text()) if folder else {}
     vocab = config.get("vocab_size", ByteTokenizer.vocab_size)
     timing = roofline(settings.timing) if settings.timing else None
     blocks = settings.num_blocks or (timing.kv_tokens // settings.block_size if timing else SIM_BLOCKS)
@@ -68,16 +71,18 @@ def _sim(settings: Settings, folder: str, table: TokenTable) -> Built:
     longest = model_len(settings, made_for, blocks)
     model = HashModel(_tables(settings, longest), table, blocks, vocab)
     if timing is None:
-        return Built(SimDevice(model), DeviceInfo(blocks, longest, vocab, 0, 0, True, "simulated device, untimed"))
+        info = DeviceInfo(blocks, longest, vocab, 0, 0, True, "simulated device, untimed")
+        return Built(SimDevice(model, halves.open(vocab)), info)
     launch_ms = timing.model.launch_ms if settings.sim_launch_ms is None else settings.sim_launch_ms
     work = launch_work(settings.sim_launch_work, launch_ms)
     words = f"simulated {timing.name}, {launch_ms:g} ms of {settings.sim_launch_work} work per launch"
     kv_bytes = int(blocks * settings.block_size * timing.model.kv_bytes_per_token)
     info = DeviceInfo(blocks, longest, vocab, timing.weight_bytes, kv_bytes, True, words)
-    return Built(TimedSimDevice(model, timing, work), info)
+    return Built(TimedSimDevice(model, halves.open(vocab), timing, work), info)
 
 
-def _cpu(settings: Settings, folder: Path, table: TokenTable) -> Built:
+def _cpu(settings: Settings, folder: Path | None, table: TokenTable, halves: Halves) -> Built:
+    assert folder is not None
     import torch
 
     from runtime.device.cpu import CpuDevice
@@ -96,11 +101,24 @@ def _cpu(settings: Settings, folder: Path, table: TokenTable) -> Built:
     block = bytes_per_block(config.num_layers, settings.block_size, config.num_kv_heads, config.head_dim, dtype)
     blocks = settings.num_blocks or _blocks_that_fit(settings, block, config.max_model_len)
     longest = model_len(settings, config.max_model_len, blocks)
-    device = CpuDevice(Llama(config, weights, longest), _tables(settings, longest), table, blocks)
+    masks, processors = halves.open(config.vocab_size), _processors(settings.processors)
+    device = CpuDevice(Llama(config, weights, longest), _tables(settings, longest), table, masks, blocks, processors)
     weight_bytes = sum(tensor.nbytes for tensor in weights.values())
     words = f"cpu, {str(dtype).removeprefix('torch.')}, {torch.get_num_threads()} threads"
     shared = config.shares_prefixes
     return Built(device, DeviceInfo(blocks, longest, config.vocab_size, weight_bytes, blocks * block, shared, words))
+
+
+def _processors(named: dict[str, str]) -> dict[str, Any]:
+    """The callables of --logits-processors. Raises `UsageError` for one that cannot be had."""
+    found = {}
+    for name, place in named.items():
+        module, _, function = place.partition(":")
+        try:
+            found[name] = getattr(import_module(module), function)
+        except (ImportError, AttributeError, ValueError) as error:
+            raise UsageError(f"--logits-processors {name}={place}: {error}") from None
+    return found
 
 
 def _progress(files: list[Path]) -> Iterable[Path]:

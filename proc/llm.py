@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from ipc.client import Client, Stream
-from ipc.messages import SamplingParams
+from ipc.sampling_params import SamplingParams
 from proc.settings import settings_from
 from proc.supervisor import Supervisor
 
+WATCH = 0.2  # seconds between looks whether the server is being closed
 WINDOW = 256  # requests under way at once
 
 
@@ -47,6 +49,9 @@ class LLM:
         except BaseException:
             self._server.stop()
             raise
+        self._closing = threading.Event()
+        self._watcher = threading.Thread(target=self._watch, name="sidestep-watch", daemon=True)
+        self._watcher.start()
 
     def __enter__(self) -> LLM:
         return self
@@ -55,8 +60,18 @@ class LLM:
         self.close()
 
     def close(self) -> None:
+        self._closing.set()
+        self._watcher.join()
         self.client.close()
         self._server.stop()
+
+    def _watch(self) -> None:
+        """Where a process dies, each request under way gets an error that says so."""
+        while not self._closing.is_set():
+            reason = self._server.watch(WATCH)
+            if reason is not None:
+                self._server.fail(reason)
+                return
 
     def generate(
         self,

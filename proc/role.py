@@ -32,6 +32,7 @@ class ProcessSpec(msgspec.Struct, frozen=True):
     run_dir: str
     folder: str  # of the model; "" for the simulated device without one
     tables: list[int]  # the TokenTable's descriptor of each replica
+    rings: list[int]  # the mask ring's
     num_tokenizers: int
     http_socket: int  # the listening socket's descriptor; -1 without HTTP
     control: int  # descriptor of the socket to the supervisor

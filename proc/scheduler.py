@@ -20,6 +20,7 @@ from ipc.internal import (
     ReplicaReady,
     Started,
     TokenBatch,
+    Told,
     ToScheduler,
     ToTokenizer,
 )
@@ -33,7 +34,7 @@ from runtime.limits import Limits
 from runtime.request import AdmissionError, Request
 from runtime.sampling import Sampling
 from runtime.scheduler import Outputs, Scheduler
-from runtime.step import StepPlan, StepResult
+from runtime.step import MaskOrder, StepPlan, StepResult
 
 log = logging.getLogger(__name__)
 TURN = 64  # messages taken between two plans
@@ -59,6 +60,7 @@ class SchedulerLoop:
             address(spec.run_dir, "scheduler", index, "results"), DeviceInfo | StepResult | Alive
         )
         self.plans: Sender[StepPlan] = Sender(address(spec.run_dir, "worker", index, "plans"))
+        self.grammar: Sender[MaskOrder | ReplicaReady] = Sender(address(spec.run_dir, "grammar", index, "in"))
         self.tokenizers: list[Sender[ToTokenizer]] = [
             Sender(address(spec.run_dir, "tokenizer", n, "in")) for n in range(spec.num_tokenizers)
         ]
@@ -89,6 +91,7 @@ class SchedulerLoop:
         ready = ReplicaReady(
             self.index, info.max_model_len, info.vocab_size, info.num_blocks, settings.block_size, info.description
         )
+        self.grammar.send(ready)
         for tokenizer in self.tokenizers:
             tokenizer.send(ready)
         self.vocab_size = info.vocab_size
@@ -99,6 +102,7 @@ class SchedulerLoop:
         poller.wait()
         self.take_requests()
         outputs = self.take_result()
+        self.order_masks()
         self.plan_ahead()
         if outputs is not None:
             self.deliver(outputs)
@@ -113,7 +117,7 @@ class SchedulerLoop:
             return None
         self.steps_ahead += len(engine.records) > 1
         ids, _ = self.table.read(result.step, engine.records[0].rows)
-        outputs = engine.commit(result.step, ids[:, 0])
+        outputs = engine.commit(result.step, ids[:, 0], result.logprobs)
         self.clock.committed(result, taken, len(ids), engine.num_running, engine.num_waiting, engine.num_used_blocks)
         return outputs
 
@@ -125,6 +129,7 @@ class SchedulerLoop:
             if plan is None:
                 return
             self.plans.send(plan)
+            self.order_masks()
             sent = time.monotonic_ns()
             self.clock.sent(began, sent)
             self.planned.add((sent - began) / 1e9)
@@ -133,6 +138,12 @@ class SchedulerLoop:
                 if arrived is not None:
                     self.queued.add((sent - arrived) / 1e9)
                     self.waited[int(self.engine.slots.request[slot.slot])] = sent - arrived
+
+    def order_masks(self) -> None:
+        """Have the masks of the oldest step computed while its forward pass runs, as soon as its ids are known."""
+        order = self.engine.order_masks(time.monotonic_ns())
+        if order is not None:
+            self.grammar.send(order)
 
     def take_requests(self) -> None:
         """What has arrived, up to a number: the next plan must not wait for a burst."""
@@ -171,7 +182,14 @@ class SchedulerLoop:
         params, limits = message.params, self.engine.limits
         prompt, output = (np.frombuffer(ids, "<i4") for ids in (message.prompt_ids, message.output_ids))
         stops = np.array(params.stop_token_ids, np.int64)
-        for param, ids in (("prompt", prompt), ("output_ids", output), ("stop_token_ids", stops)):
+        allowed, biased = (np.array(list(ids), np.int64) for ids in (params.allowed_token_ids, params.logit_bias))
+        for param, ids in (
+            ("prompt", prompt),
+            ("output_ids", output),
+            ("stop_token_ids", stops),
+            ("allowed_token_ids", allowed),
+            ("logit_bias", biased),
+        ):
             if ((ids < 0) | (ids >= self.vocab_size)).any():
                 raise AdmissionError(param, f"token ids must be between 0 and {self.vocab_size - 1}")
         sampling = Sampling(
@@ -182,6 +200,17 @@ class SchedulerLoop:
             message.seed,
             min(params.min_tokens, limits.max_model_len),
             tuple(params.stop_token_ids),
+            min(message.vocab, self.vocab_size),
+            params.presence_penalty,
+            params.frequency_penalty,
+            1.0 if params.repetition_penalty is None else params.repetition_penalty,
+            tuple(params.logit_bias.items()),
+            tuple(params.allowed_token_ids),
+            tuple(message.bad_words),
+            -1 if params.logprobs is None else params.logprobs,
+            -1 if params.prompt_logprobs is None else params.prompt_logprobs,
+            message.constrained,
+            tuple(params.logits_processors),
         )
         most = params.max_tokens or limits.max_model_len
         return Request(message.request, prompt, sampling, most, output, message.priority, message.tokenizer)
@@ -192,7 +221,11 @@ class SchedulerLoop:
             (source, Started(request, cached, self.waited.pop(request, 0)))
             for request, source, cached in outputs.started
         ]
-        for index in sorted({*np.unique(outputs.sources).tolist(), *(source for source, _ in started)}):
+        told = [
+            (source, Told(request, offset, one.width, one.ids, one.values, one.ranks))
+            for request, source, offset, one in outputs.logprobs
+        ]
+        for index in sorted({*np.unique(outputs.sources).tolist(), *(source for source, _ in (*started, *told))}):
             mine = outputs.sources == index
             self.tokenizers[index].send(
                 TokenBatch(
@@ -203,6 +236,7 @@ class SchedulerLoop:
                     outputs.ids[mine].astype("<i4").tobytes(),
                     outputs.finishes[mine].tobytes(),
                     [one for source, one in started if source == index],
+                    [one for source, one in told if source == index],
                 )
             )
         self.clock.delivered()
@@ -239,5 +273,6 @@ class SchedulerLoop:
         self.requests.close()
         self.results.close()
         self.plans.close()
+        self.grammar.close()
         for tokenizer in self.tokenizers:
             tokenizer.close()

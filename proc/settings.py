@@ -11,6 +11,8 @@ from typing import Any, NoReturn
 from runtime.device.launch import KINDS
 from runtime.device.roofline import roofline
 
+CALLS = ("auto", "hermes", "llama3", "mistral")
+
 
 class UsageError(ValueError):
     """Settings that cannot be met; one line that names the flag."""
@@ -33,6 +35,10 @@ class Settings:
     load_format: str = flag("auto", "dummy: random weights", choices=("auto", "safetensors", "gguf", "dummy"))
     revision: str | None = flag(None, "of a hub id: branch, tag or commit")
     chat_template: str | None = flag(None, "a file with a jinja2 template, instead of the model's")
+    tool_call_parser: str = flag("auto", "how the model writes tool calls; auto: as its template says", choices=CALLS)
+    reasoning_parser: str = flag(
+        "auto", "whether <think> is told apart; auto: where the template has it", choices=("auto", "think", "none")
+    )
     max_model_len: int | None = flag(None, "tokens of a request, prompt and output", "--context-length")
     max_num_seqs: int = flag(64, "rows of a step", "--max-running-requests")
     max_num_batched_tokens: int = flag(2048, "tokens of a step", "--chunked-prefill-size")
@@ -54,6 +60,9 @@ class Settings:
     ssl_certfile: str | None = flag(None, "PEM")
     write_timeout: float = flag(60.0, "seconds that an HTTP client may leave its stream unread before it is closed")
     enable_log_requests: bool = flag(False, "log each HTTP request's path, status and time", "--log-requests")
+    logits_processors: str | None = flag(
+        None, "NAME=module:callable, comma-separated: callables that requests may name to change their logits"
+    )
     zmq_address: str | None = flag(
         None, "public address, such as tcp://127.0.0.1:5555 (default: a private ipc:// path)"
     )
@@ -78,6 +87,7 @@ class Settings:
             ("port", 0 <= self.port <= 65535, "between 0 and 65535"),
             ("write_timeout", self.write_timeout > 0, "above 0"),
             ("ssl_keyfile", bool(self.ssl_keyfile) == bool(self.ssl_certfile), "given together with --ssl-certfile"),
+            ("logits_processors", not (self.processors and self.simulated), "left out on a simulated device"),
             ("sim_launch_ms", (self.sim_launch_ms or 0) >= 0, "at least 0"),
             ("sim_launch_ms", self.sim_launch_ms is None or self.timing, "left out unless --device is sim:NAME"),
         ):
@@ -97,6 +107,17 @@ class Settings:
     def timing(self) -> str:
         """The name of a simulated device that takes time; "" for any other."""
         return self.device.partition(":")[2] if self.simulated else ""
+
+    @property
+    def processors(self) -> dict[str, str]:
+        """name → module:callable. Raises `UsageError`."""
+        found = {}
+        for part in (self.logits_processors or "").split(",") if self.logits_processors else ():
+            name, _, place = (piece.strip() for piece in part.partition("="))
+            if not name or not all(place.partition(":")):
+                raise UsageError(f"--logits-processors: {part.strip()!r} is not NAME=module:callable")
+            found[name] = place
+        return found
 
     @property
     def depth(self) -> int:

@@ -22,9 +22,11 @@ from typing import Any
 import msgspec
 
 from ipc.endpoints import announce, create_run_dir
+from ipc.mask_ring import MaskRing
 from ipc.token_table import TokenTable
 from proc import topology
 from proc.child import Word
+from proc.halves import ring_shape
 from proc.models import prepare, served_name
 from proc.role import Command, ProcessSpec
 from proc.settings import Settings, UsageError
@@ -108,6 +110,7 @@ class Supervisor:
         self.processes: list[Process] = []
         self.addresses: list[str] = []
         self._tables: list[int] = []
+        self._rings: list[int] = []
         self._http: socket.socket | None = None
         self._run_dir: Path | None = None
         self._selector = selectors.DefaultSelector()
@@ -193,7 +196,9 @@ class Supervisor:
     def _spawn_all(self, folder: str) -> None:
         self._run_dir = create_run_dir()
         shape = table_shape(self.settings)
-        self._tables = [TokenTable.create_fd(shape) for _ in range(self.topology.count("scheduler"))]
+        replicas = range(self.topology.count("scheduler"))
+        self._tables = [TokenTable.create_fd(shape) for _ in replicas]
+        self._rings = [MaskRing.create_fd(*ring_shape(self.settings)) for _ in replicas]
         for roles in self.topology.processes:
             self._spawn(roles, folder)
 
@@ -206,6 +211,7 @@ class Supervisor:
             str(self._run_dir),
             folder,
             self._tables,
+            self._rings,
             self.topology.count("tokenizer"),
             -1 if self._http is None else self._http.fileno(),
             theirs.fileno(),
@@ -215,7 +221,7 @@ class Supervisor:
         root = str(Path(__file__).parent.parent)
         popen = subprocess.Popen(
             [sys.executable, "-m", "proc.child", msgspec.json.encode(spec).decode()],
-            pass_fds=[theirs.fileno(), *self._tables, *([self._http.fileno()] if self._http else [])],
+            pass_fds=[theirs.fileno(), *self._tables, *self._rings, *([self._http.fileno()] if self._http else [])],
             env=SPIN | os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))},
             stdin=subprocess.DEVNULL,
             start_new_session=True,
@@ -282,9 +288,9 @@ class Supervisor:
     def _clean(self) -> None:
         self._selector.close()
         self._selector = selectors.DefaultSelector()
-        for fd in self._tables:
+        for fd in (*self._tables, *self._rings):
             os.close(fd)
-        self._tables, self.processes = [], []
+        self._tables, self._rings, self.processes = [], [], []
         if self._http is not None:
             self._http.close()
             self._http = None

@@ -9,10 +9,8 @@ import logging
 import random
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
-import numpy as np
 import zmq
 
 from ipc.endpoints import address
@@ -26,7 +24,7 @@ from ipc.errors import (
     SidestepError,
     from_wire,
 )
-from ipc.internal import Admit, Load, Rejected, ReplicaReady, TokenBatch, ToScheduler, ToTokenizer
+from ipc.internal import Compiled, Load, Rejected, ReplicaReady, TokenBatch, ToScheduler, ToTokenizer
 from ipc.messages import (
     PROTOCOL,
     Abort,
@@ -53,14 +51,15 @@ from ipc.messages import (
 )
 from ipc.public import PublicSocket
 from ipc.sockets import Receiver, Sender
-from proc.conversation import Live, resolved
+from proc.admission import Admissions, ToGrammar
+from proc.conversation import Live
 from proc.delivery import Delivery
-from proc.models import served_name
+from proc.models import load_tokenizer, served_name
 from proc.prompts import Prompts
 from proc.questions import Questions
 from proc.role import Command, Poller, ProcessSpec
 from proc.settings import UsageError
-from runtime.tokenizer import ByteTokenizer, TextError, Tokenizer
+from runtime.tokenizer import TextError
 
 log = logging.getLogger(__name__)
 TURN = 64  # messages taken from clients before tokens are looked at again
@@ -79,6 +78,9 @@ class TokenizerLoop:
         self.schedulers: list[Sender[ToScheduler]] = [
             Sender(address(spec.run_dir, "scheduler", n, "in")) for n in range(spec.num_schedulers)
         ]
+        self.grammars: list[Sender[ToGrammar]] = [
+            Sender(address(spec.run_dir, "grammar", n, "in")) for n in range(spec.num_schedulers)
+        ]
         self.delivery = Delivery(index, self.public, self.schedulers)
         self.requests = self.delivery.requests
         chosen = spec.settings.seed
@@ -96,10 +98,7 @@ class TokenizerLoop:
     def start(self) -> dict[str, Any]:
         """Load the vocabulary and wait for every replica. Raises `TimeoutError`."""
         settings = self.spec.settings
-        self.tokenizer: Tokenizer | ByteTokenizer = ByteTokenizer()
-        if self.spec.folder:
-            template = Path(settings.chat_template).read_text() if settings.chat_template else None
-            self.tokenizer = Tokenizer(Path(self.spec.folder), template)
+        self.tokenizer = load_tokenizer(settings, self.spec.folder)
         while len(self.replicas) < self.spec.num_schedulers:
             message = self.inbox.receive(settings.startup_timeout)
             if not isinstance(message, ReplicaReady):
@@ -108,6 +107,8 @@ class TokenizerLoop:
         self.max_model_len = min(replica.max_model_len for replica in self.replicas)
         self.vocab_size = min(replica.vocab_size for replica in self.replicas)
         self.prompts = Prompts(self.tokenizer, self.max_model_len, self.vocab_size)
+        self.admissions = Admissions(self.index, settings, self.tokenizer, self.prompts, self.schedulers, self.grammars)
+        self.delivery.forget_grammar = self.admissions.forget
         facts: dict[str, Any] = {"model": self.name, "device": self.replicas[0].device}
         facts |= {"vocab_size": self.vocab_size, "max_model_len": self.max_model_len}
         self.questions = Questions(self.index, self.schedulers, facts)
@@ -161,24 +162,20 @@ class TokenizerLoop:
             raise DuplicateId(f"a request {message.id!r} of this client is live already", "id")
         if message.model not in (None, self.name):
             raise ModelNotFound(f"the model here is {self.name}, not {message.model}", "model")
-        message.sampling.check()
-        ids = self.prompts.ids(message)
-        params = resolved(message.sampling, self.tokenizer)
-        seed = message.sampling.seed
-        live = Live(client, message, ids, self.tokenizer, self.seeds.getrandbits(64) if seed is None else seed, arrived)
-        early = live.already_over(params)
+        request = self.admissions.understand(message)
+        seed = self.seeds.getrandbits(64) if message.sampling.seed is None else message.sampling.seed
+        live = Live(client, message, request.ids, self.tokenizer, seed, arrived, request.parser)
+        early = live.already_over(request.params)
         if early is not None:
             self.public.send(client, live.done(*early))
             return
-        live.replica = self.delivery.routing.choose(ids)
+        live.replica = self.delivery.routing.choose(request.ids)
         number = self.requests.add(live)
         if live.key:
             self.public.send(client, Accepted(message.id, live.key))
         if message.timeout_ms is not None:
             self.delivery.deadlines.set(number, arrived / 1e9 + message.timeout_ms / 1e3)
-        prompt, output = (np.array(part, "<i4").tobytes() for part in (ids, message.output_ids))
-        admit = Admit(number, self.index, prompt, output, params, live.seed, message.priority)
-        self.schedulers[live.replica].send(admit)
+        self.admissions.send(number, live, request)
 
     def abort(self, client: bytes, message: Abort) -> None:
         number = self.requests.number(client, message.id)
@@ -239,10 +236,21 @@ class TokenizerLoop:
     def take(self, message: ToTokenizer) -> None:
         if isinstance(message, TokenBatch):
             self.delivery.take_tokens(message)
+        elif isinstance(message, Compiled):
+            self.take_compiled(message)
         elif isinstance(message, Rejected):
+            self.delivery.cancel(message.request)
             self.delivery.fail(message.request, from_wire(message.code, message.message, message.param))
         elif isinstance(message, Load):
             self.take_load(message)
+
+    def take_compiled(self, compiled: Compiled) -> None:
+        """A grammar is there; its request may have ended meanwhile."""
+        live = self.delivery.live.get(compiled.request)
+        if live is None:
+            self.admissions.forget(compiled.request, compiled.replica)
+        else:
+            self.admissions.compiled(compiled.request, live)
 
     def take_load(self, load: Load) -> None:
         reply = self.questions.take(load, self.delivery.track, self.delivery.counters)
@@ -277,6 +285,8 @@ class TokenizerLoop:
         self.inbox.close()
         for scheduler in self.schedulers:
             scheduler.close()
+        for grammar in self.grammars:
+            grammar.close()
 
 
 def _public(spec: ProcessSpec, index: int) -> PublicSocket:

@@ -24,7 +24,7 @@ class Role:
 
 @dataclass(frozen=True)
 class Topology:
-    """`processes` in the order in which they are shown; every scheduler replica has the worker of its index."""
+    """`processes` in the order in which they are shown; every scheduler has the worker and the grammar of its index."""
 
     processes: tuple[tuple[Role, ...], ...]
 
@@ -47,19 +47,19 @@ def parse(procs: str, http: int = 0) -> Topology:
 def _by_number(number: int, http: int) -> Topology:
     if not 1 <= number <= 64:
         raise UsageError(f"--procs {number}: between 1 and 64 processes")
-    tokenizer, scheduler, worker = Role("tokenizer", 0), Role("scheduler", 0), Role("worker", 0)
+    tokenizer, scheduler, worker, grammar = (Role(name, 0) for name in ("tokenizer", "scheduler", "worker", "grammar"))
     web = tuple(Role("http", index) for index in range(http))
     if number == 1:
-        return Topology(((tokenizer, scheduler, worker, *web),))
+        return Topology(((tokenizer, scheduler, worker, grammar, *web),))
     if number == 2:
-        return Topology(((tokenizer, scheduler), (worker,), *((role,) for role in web)))
+        return Topology(((tokenizer, scheduler), (worker,), (grammar,), *((role,) for role in web)))
     return _by_role({"tokenizer": number - 2, "http": http})
 
 
 def _by_role(counts: dict[str, int]) -> Topology:
     replicas = counts.get("scheduler", 1)
     names = ("tokenizer",) * counts.get("tokenizer", 1) + ("scheduler",) * replicas + ("worker",) * replicas
-    names += ("http",) * counts.get("http", 0)
+    names += ("grammar",) * replicas + ("http",) * counts.get("http", 0)
     seen: dict[str, int] = {}
     processes = []
     for name in names:

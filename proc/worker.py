@@ -9,6 +9,7 @@ from ipc.internal import Alive
 from ipc.sockets import Receiver, Sender
 from ipc.token_table import Shape, TokenTable
 from proc.devices import build, num_slots
+from proc.halves import Halves
 from proc.role import Command, Poller, ProcessSpec
 from proc.settings import Settings
 from runtime.device.base import Device, DeviceInfo
@@ -32,6 +33,7 @@ class Worker:
         self.results: Sender[DeviceInfo | StepResult | Alive] = Sender(
             address(spec.run_dir, "scheduler", index, "results")
         )
+        self.halves = Halves(spec, index)
         self.device: Device | None = None
 
     @property
@@ -40,7 +42,7 @@ class Worker:
 
     def start(self) -> dict[str, Any]:
         """Load the model and tell the scheduler what there is to work with."""
-        built = build(self.spec.settings, self.spec.folder, self.table)
+        built = build(self.spec.settings, self.spec.folder, self.table, self.halves)
         self.device = built.device
         self.results.send(built.info)
         info = built.info
@@ -56,6 +58,8 @@ class Worker:
         """Wait for a plan and run all that are there; without one, say that this process lives."""
         assert self.device is not None
         poller.wait()
+        if self.device.failed is not None:
+            raise self.device.failed
         plan = self.plans.receive(0)
         if plan is None:
             self.results.send(Alive())
@@ -67,7 +71,9 @@ class Worker:
         """A worker has nothing to drain: it ends after its scheduler."""
 
     def close(self) -> None:
+        self.halves.close()
         if self.device is not None:
             self.device.close()
+        self.halves.inbox.close()
         self.plans.close()
         self.results.close()

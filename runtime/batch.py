@@ -12,28 +12,21 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from runtime.sampling import uniform
+from runtime.slot_sampling import SampleBatch, SlotSampling
 from runtime.step import ID_DTYPE, SLOT_DTYPE, SlotAdmission, StepPlan
 
 I32 = NDArray[np.int32]
 I64 = NDArray[np.int64]
-F64 = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
-class SampleBatch:
-    """How the sampling rows of a step are drawn; S rows. `uniform` is one number in [0, 1) per row."""
+class PromptRow:
+    """A chunk row whose prompt's log probabilities are told."""
 
-    temperature: F64  # [S]; 0 is greedy
-    top_k: I64  # [S]; 0 is off
-    top_p: F64  # [S]
-    min_p: F64  # [S]
-    uniform: F64  # [S]
-    banned: list[tuple[int, tuple[int, ...]]]  # (row among the S, ids it may not draw): stop ids before min_tokens
-
-    @property
-    def all_greedy(self) -> bool:
-        return not self.temperature.any()
+    row: int  # among the R
+    first: int  # position of the first token told about: the one after the chunk's first
+    targets: I32  # the tokens themselves; one fewer than the chunk's where that ends the prompt
+    top: int  # how many of the most likely ids are told beside each
 
 
 @dataclass(frozen=True)
@@ -52,6 +45,8 @@ class Batch:
     page_table: I32  # [R, pages of the longest row]; unused entries are 0, the scratch page
     sample_rows: I32  # [S] rows that sample, ascending
     sample: SampleBatch
+    masked: bool  # the masks of its constrained rows follow in a message of their own
+    prompts: list[PromptRow]
 
     @property
     def last_tokens(self) -> I64:
@@ -73,13 +68,7 @@ class SlotTables:
         self.num_pages = np.zeros(num_slots, np.int32)
         self.num_computed = np.zeros(num_slots, np.int32)
         self.num_prompt = np.zeros(num_slots, np.int32)
-        self.min_len = np.zeros(num_slots, np.int64)  # below this many tokens `stop_ids` are banned
-        self.temperature = np.zeros(num_slots, np.float64)
-        self.top_k = np.zeros(num_slots, np.int64)
-        self.top_p = np.ones(num_slots, np.float64)
-        self.min_p = np.zeros(num_slots, np.float64)
-        self.seed = np.zeros(num_slots, np.uint64)
-        self.stop_ids: list[tuple[int, ...]] = [()] * num_slots
+        self.sampling = SlotSampling(num_slots)
 
     def apply(self, plan: StepPlan) -> Batch:
         """Take over what the plan adds and unfold its rows."""
@@ -97,20 +86,15 @@ class SlotTables:
         self.next_step += 1
 
     def _admit(self, admission: SlotAdmission) -> None:
-        slot, sampling = admission.slot, admission.sampling
+        slot = admission.slot
         pages = np.frombuffer(admission.pages, ID_DTYPE)
         self.pages[slot] = 0
         self.pages[slot, : len(pages)] = pages
         self.num_pages[slot] = len(pages)
         self.num_computed[slot] = admission.start
         self.num_prompt[slot] = admission.num_prompt
-        self.min_len[slot] = admission.num_prompt + sampling.min_tokens
-        self.temperature[slot] = sampling.temperature
-        self.top_k[slot] = sampling.top_k
-        self.top_p[slot] = sampling.top_p
-        self.min_p[slot] = sampling.min_p
-        self.seed[slot] = sampling.seed
-        self.stop_ids[slot] = sampling.stop_ids
+        ids = np.frombuffer(admission.history, ID_DTYPE)
+        self.sampling.admit(slot, admission.sampling, admission.num_prompt, ids)
 
     def _append_pages(self, slots: NDArray[np.uint16], pages: I32) -> None:
         if not len(slots):
@@ -141,7 +125,7 @@ class SlotTables:
         sample_rows = np.flatnonzero(samples).astype(np.int32)
         ids = np.zeros(len(rows), np.int32)
         ids[len(decode) :] = np.frombuffer(plan.chunk_ids, ID_DTYPE)
-        sample = self._sampling(slots[sample_rows], seq_lens[sample_rows].astype(np.int64))
+        sample = self.sampling.batch(slots[sample_rows], seq_lens[sample_rows].astype(np.int64))
         reach = np.maximum(self.num_prompt[slots][rows], positions + 1)
         return Batch(
             plan.step,
@@ -156,15 +140,17 @@ class SlotTables:
             table,
             sample_rows,
             sample,
+            plan.masked,
+            self._prompts(len(decode), slots, starts, seq_lens),
         )
 
-    def _sampling(self, slots: I32, lengths: I64) -> SampleBatch:
-        early = np.flatnonzero(lengths < self.min_len[slots])
-        return SampleBatch(
-            self.temperature[slots],
-            self.top_k[slots],
-            self.top_p[slots],
-            self.min_p[slots],
-            uniform(self.seed[slots], lengths),
-            [(int(row), self.stop_ids[slots[row]]) for row in early],
-        )
+    def _prompts(self, num_decode: int, slots: I32, starts: I32, ends: I32) -> list[PromptRow]:
+        """Of the chunk rows, those whose prompt's log probabilities are told and that compute some."""
+        tops = self.sampling.prompt_logprobs[slots]
+        found = []
+        for row in (np.flatnonzero(tops[num_decode:] >= 0) + num_decode).tolist():
+            first = int(starts[row]) + 1
+            targets = self.sampling.prompt(int(slots[row]))[first : ends[row] + 1]
+            if len(targets):
+                found.append(PromptRow(row, first, targets, int(tops[row])))
+        return found

@@ -1,43 +1,160 @@
-"""Tokens from logits in torch: greedy, temperature, top_k, top_p and min_p.
+"""Tokens from logits in torch: greedy, temperature, min_p, top_k and top_p.
 
-One uniform number per row and the inverse of the cumulative distribution: the same number draws the same token
-whatever else is in the batch. Knows no request and no seed.
+Each filter is a cut-off: the smallest logit that stays. So what can be drawn depends on the row alone, ids with equal
+logits share their fate, and no row is sorted whose best ids decide. A token is the inverse of the cumulative
+distribution, in the order of ids, at the row's one random number: the same number draws the same token whatever else is
+in the batch. Knows no request and no seed.
 """
 
 from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from runtime.batch import SampleBatch
+from runtime.device.base import MaskSet
+from runtime.logits import Processor, edit
+from runtime.slot_sampling import SampleBatch
 
 Tensor = torch.Tensor
+I32 = NDArray[np.int32]
+FEW, MANY = 64, 1024  # best ids that are looked at before a row is sorted
+SPARE = 8  # further ones, which show whether others tie with the last that stays
+PART = 256  # ids whose weights are summed at once
+OFF = torch.iinfo(torch.int64).max  # as top_k
 
 
-def sample(logits: Tensor, how: SampleBatch) -> NDArray[np.int32]:
-    """float32[S, vocab] to int32[S]; `logits` may be overwritten.
-
-    Filters apply in vLLM's order after the temperature: top_k, top_p, min_p. The most probable token always stays.
-    """
-    for row, ids in how.banned:
-        logits[row, list(ids)] = -torch.inf
-    drawn = logits.argmax(-1).numpy().astype(np.int32)
-    for row in np.flatnonzero(how.temperature > 0).tolist():
-        drawn[row] = _draw(logits[row], how, row)
+def sample(
+    logits: Tensor, how: SampleBatch, masks: MaskSet | None = None, processors: Mapping[str, Processor] | None = None
+) -> I32:
+    """float32[S, vocab] to int32[S]; `logits` are overwritten. The histories are told what was drawn."""
+    edit(logits, how, masks, processors or {})
+    drawn = np.zeros(len(logits), np.int32)
+    greedy, others = np.flatnonzero(how.temperature <= 0), np.flatnonzero(how.temperature > 0)
+    if len(greedy):
+        drawn[greedy] = _rows(logits, greedy).argmax(-1).numpy()
+    if len(others):
+        drawn[others] = _draw(_rows(logits, others), _wish(how, others)).numpy()
+    how.drawn(drawn)
     return drawn
 
 
-def _draw(logits: Tensor, how: SampleBatch, row: int) -> int:
-    """One row's token. Only a row with a filter pays for the order of its candidates."""
-    top_k, top_p, min_p = int(how.top_k[row]), float(how.top_p[row]), float(how.min_p[row])
-    filtered = bool(top_k) or top_p < 1 or min_p > 0
-    values, ids = logits.topk(min(top_k or len(logits), len(logits))) if filtered else (logits, None)
-    weights = ((values - values.max()).double() / float(how.temperature[row])).exp()
-    if filtered:
-        before = weights.cumsum(0) - weights
-        weights = weights * ((before < top_p * weights.sum()) & (weights >= min_p))  # the first weighs 1 and stays
-    cumulative = weights.cumsum(0)
-    at = int(torch.searchsorted(cumulative, float(how.uniform[row]) * cumulative[-1], right=True))
-    at = min(at, int(weights.nonzero()[-1]))  # rounding may point past the last candidate
-    return at if ids is None else int(ids[at])
+def _rows(logits: Tensor, rows: NDArray[np.int64]) -> Tensor:
+    return logits if len(rows) == len(logits) else logits[torch.from_numpy(rows)]
+
+
+@dataclass(frozen=True)
+class _Wish:
+    """Of n rows that are not greedy."""
+
+    temperature: Tensor  # float32[n]
+    top_k: Tensor  # int64[n]; OFF where it is off
+    top_p: Tensor  # float64[n]
+    min_p: Tensor  # float64[n]
+    uniform: Tensor  # float64[n]
+
+    def at(self, rows: Tensor) -> _Wish:
+        return _Wish(*(getattr(self, field.name)[rows] for field in fields(self)))
+
+    def weights(self, logits: Tensor, best: Tensor) -> Tensor:
+        """Of each id against the best one's; 0 for those that min_p leaves out."""
+        weights = ((logits - best[:, None]) / self.temperature[:, None]).exp_()
+        return weights.masked_fill_(weights < self.min_p[:, None], 0.0) if (self.min_p > 0).any() else weights
+
+
+def _wish(how: SampleBatch, rows: NDArray[np.int64]) -> _Wish:
+    top_k = np.where(how.top_k > 0, how.top_k, OFF)
+    parts = (how.temperature.astype(np.float32), top_k, how.top_p, how.min_p, how.uniform)
+    return _Wish(*(torch.from_numpy(part[rows]) for part in parts))
+
+
+def _draw(logits: Tensor, wish: _Wish) -> Tensor:
+    """int64[n]: first for the rows that their best ids decide, then for those that need all."""
+    best = logits.amax(-1)
+    drawn = torch.full((len(logits),), -1)
+    cutoff = torch.full((len(logits),), -torch.inf)
+    total = _totals(logits, best, wish)
+    for count in (FEW, MANY):
+        open_p = (wish.top_p < 1) & (wish.top_k == OFF)
+        rows = ((drawn < 0) & ((wish.top_k <= count) | open_p)).nonzero()[:, 0]
+        if len(rows):
+            _by_best(logits[rows], best[rows], wish.at(rows), total[rows], count, rows, drawn)
+    for row in ((drawn < 0) & ((wish.top_k < OFF) | (wish.top_p < 1))).nonzero().flatten().tolist():
+        one = slice(row, row + 1)
+        values, _ = logits[one].sort(descending=True)
+        cutoff[row] = _cutoffs(values, best[one], wish.at(torch.tensor([row])), total[one], logits.shape[1])[0][0]
+    rows = (drawn < 0).nonzero()[:, 0]
+    if len(rows):
+        drawn[rows] = _by_all(logits[rows], best[rows], wish.at(rows), cutoff[rows])
+    return drawn
+
+
+def _totals(logits: Tensor, best: Tensor, wish: _Wish) -> Tensor:
+    """float64[n]: the weight of all ids where top_p is a share of that, else 0."""
+    total = torch.zeros(len(logits), dtype=torch.float64)
+    rows = ((wish.top_p < 1) & (wish.top_k == OFF)).nonzero()[:, 0]
+    if len(rows):
+        total[rows] = _part_sums(wish.at(rows).weights(logits[rows], best[rows])).sum(-1)
+    return total
+
+
+def _cutoffs(values: Tensor, best: Tensor, wish: _Wish, total: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """(the smallest logit that stays, the k-th best), float32[n] each, by each row's best ids, descending.
+
+    `count` of the ids are certain to be the best; where top_k is beyond them, `total` is what top_p is a share of.
+    """
+    weights = wish.weights(values, best).double()
+    limited = wish.top_k <= count
+    kth = values.gather(-1, wish.top_k.clamp(max=values.shape[1])[:, None] - 1)[:, 0]
+    kth = torch.where(limited, kth, -torch.inf)
+    weights = weights * (values >= kth[:, None])
+    share = wish.top_p * torch.where(limited, weights.sum(-1), total)
+    stays = (weights > 0) & ((weights.cumsum(-1) - weights < share[:, None]) | (wish.top_p >= 1)[:, None])
+    return values.masked_fill(~stays, torch.inf).amin(-1), kth
+
+
+def _by_best(logits: Tensor, best: Tensor, wish: _Wish, total: Tensor, count: int, rows: Tensor, drawn: Tensor) -> None:
+    """Draw for the rows whose cut-off lies among their `count` best ids."""
+    width = min(count + SPARE, logits.shape[1])
+    values, ids = logits.topk(width)
+    cutoff, kth = _cutoffs(values, best, wish, total, count)
+    limited = torch.where(wish.top_k <= count, kth, torch.inf)
+    certain = (values[:, -1] < torch.minimum(cutoff, limited)) | (width == logits.shape[1])
+    weights = wish.weights(values, best).double() * (values >= cutoff[:, None])
+    ids, order = ids[certain].sort(-1)
+    at = _inverse(weights[certain].gather(-1, order), wish.uniform[certain])[0]
+    drawn[rows[certain]] = ids.gather(-1, at[:, None])[:, 0]
+
+
+def _by_all(logits: Tensor, best: Tensor, wish: _Wish, cutoff: Tensor) -> Tensor:
+    """int64[n], from the weights of the whole vocabulary."""
+    weights = wish.weights(logits, best)
+    if (cutoff > -torch.inf).any():
+        weights *= logits >= cutoff[:, None]
+    part, rest = _inverse(_part_sums(weights), wish.uniform)
+    at = part[:, None] * PART + torch.arange(PART)
+    inside = weights.gather(-1, at.clamp(max=logits.shape[1] - 1)).double() * (at < logits.shape[1])
+    return part * PART + _inverse(inside, rest)[0]
+
+
+def _part_sums(weights: Tensor) -> Tensor:
+    """float64[n, parts]: the sums of PART weights each."""
+    whole = weights.shape[1] // PART * PART
+    sums: Tensor = weights[:, :whole].reshape(len(weights), -1, PART).sum(-1, dtype=torch.float64)
+    if whole == weights.shape[1]:
+        return sums
+    return torch.cat((sums, weights[:, whole:].sum(-1, True, dtype=torch.float64)), -1)
+
+
+def _inverse(weights: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
+    """(int64[n]: where the cumulated float64[n, c] passes that share of their sum; how far within it, in [0, 1))."""
+    cumulated = weights.cumsum(-1)
+    target = uniform[:, None] * cumulated[:, -1:]
+    last = weights.shape[1] - 1 - (weights > 0).flip(-1).int().argmax(-1, keepdim=True)
+    at = torch.minimum(torch.searchsorted(cumulated, target, right=True), last)  # rounding may point past the last
+    weight = weights.gather(-1, at)
+    within = (target - cumulated.gather(-1, at) + weight) / weight.clamp(min=torch.finfo(torch.float64).tiny)
+    return at[:, 0], within.clamp(0, 1 - 2**-53)[:, 0]

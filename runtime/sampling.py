@@ -21,6 +21,26 @@ class Sampling(msgspec.Struct, frozen=True, array_like=True, gc=False):
     seed: int = 0  # uint64
     min_tokens: int = 0  # `stop_ids` cannot be drawn before this many output tokens
     stop_ids: tuple[int, ...] = ()  # EOS (unless ignored) and the caller's stop ids
+    vocab: int = 0  # ids from this one on are padding of the model's head and cannot be drawn; 0: all can
+    presence_penalty: float = 0.0  # 0: off
+    frequency_penalty: float = 0.0  # 0: off
+    repetition_penalty: float = 1.0  # 1: off
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    allowed_ids: tuple[int, ...] = ()  # only these can be drawn; (): all
+    bad_words: tuple[tuple[int, ...], ...] = ()  # sequences that the output cannot contain
+    logprobs: int = -1  # the most likely ids told beside each token drawn; -1: no log probabilities
+    prompt_logprobs: int = -1  # the same for the prompt
+    constrained: bool = False  # each of its draws comes with a mask (a plan's second half)
+    processors: tuple[str, ...] = ()  # registered callables that change the logits, in this order
+
+    @property
+    def penalised(self) -> bool:
+        return bool(self.presence_penalty or self.frequency_penalty) or self.repetition_penalty != 1.0
+
+    @property
+    def needs_history(self) -> bool:
+        """All known ids must be there to draw the next one."""
+        return self.penalised or bool(self.bad_words or self.processors) or self.prompt_logprobs >= 0
 
 
 def uniform(seeds: NDArray[np.uint64], positions: NDArray[np.int64]) -> NDArray[np.float64]:

@@ -10,16 +10,18 @@ from __future__ import annotations
 
 import heapq
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from runtime.limits import Limits
 from runtime.pages import Growth, SlotPages
-from runtime.request import AdmissionError, Finish, Request
+from runtime.request import NO_IDS, AdmissionError, Finish, Request
 from runtime.slots import Slots, SlotState
-from runtime.step import ID_DTYPE, SLOT_DTYPE, SlotAdmission, StepPlan
+from runtime.step import ID_DTYPE, SLOT_DTYPE, Logprobs, MaskOrder, SlotAdmission, StepPlan
 
 I32 = NDArray[np.int32]
 
@@ -31,6 +33,7 @@ class StepRecord:
     step: int
     rows: I32  # rows that sample
     slots: I32  # the slot of each
+    constrained: I32  # which of them draw under masks
     started: list[tuple[int, int, int]]  # (request, source, cached tokens) admitted by this step
 
 
@@ -44,6 +47,7 @@ class Outputs:
     offsets: I32  # index of the token among the request's output
     ids: I32
     finishes: NDArray[np.uint8]  # `Finish`
+    logprobs: list[tuple[int, int, int, Logprobs]]  # (request, source, index of the first token, what is told)
     started: list[tuple[int, int, int]]  # (request, source, cached tokens) of those whose first row this was
 
 
@@ -69,6 +73,7 @@ class Scheduler:
         self._next_arrival = 0
         self._next_step = 0
         self._acknowledged = -1
+        self._masks_ordered = -1  # the last step whose masks have been ordered
 
     # -- requests
 
@@ -195,7 +200,7 @@ class Scheduler:
             if request is None:
                 break
             ids = np.concatenate((request.prompt_ids, request.output_ids))
-            prefix = self.cache.match(ids)
+            prefix = self.cache.match(ids if request.sampling.prompt_logprobs < 0 else NO_IDS)
             if -(-(len(ids) + 1) // self.limits.block_size) - len(prefix) > self.cache.num_available:
                 self.cache.release(prefix)
                 break
@@ -230,9 +235,10 @@ class Scheduler:
         start = int(field.num_computed[slot])
         self.num_looked_up += int(field.num_prefill[slot])
         self.num_found += start
-        admissions.append(
-            SlotAdmission(slot, start, len(request.prompt_ids), prefix.astype(ID_DTYPE).tobytes(), request.sampling)
-        )
+        pages = prefix.astype(ID_DTYPE).tobytes()
+        known = field.tokens[slot, : field.committed[slot]] if request.sampling.needs_history else NO_IDS
+        history = known.astype(ID_DTYPE).tobytes()
+        admissions.append(SlotAdmission(slot, start, len(request.prompt_ids), pages, request.sampling, history))
         return slot
 
     def _ordered(self, slots: I32) -> I32:
@@ -253,7 +259,8 @@ class Scheduler:
         self.active = self.active[field.num_tokens[self.active] < field.limit[self.active]]
         order = np.concatenate((slots[decode], chunks))
         rows = np.flatnonzero(np.concatenate((samples[decode], samples[~decode]))).astype(np.int32)
-        self.records.append(StepRecord(step, rows, order[rows], [self._started(a) for a in admissions]))
+        constrained = np.flatnonzero(field.constrained[order[rows]]).astype(np.int32)
+        self.records.append(StepRecord(step, rows, order[rows], constrained, [self._started(a) for a in admissions]))
         return StepPlan(
             self.epoch,
             step,
@@ -265,6 +272,7 @@ class Scheduler:
             np.concatenate(growth.owners).astype(SLOT_DTYPE).tobytes(),
             np.concatenate(growth.pages).astype(ID_DTYPE).tobytes(),
             admissions,
+            bool(len(constrained)),
         )
 
     def _started(self, admission: SlotAdmission) -> tuple[int, int, int]:
@@ -273,7 +281,38 @@ class Scheduler:
 
     # -- results
 
-    def commit(self, step: int, ids: I32) -> Outputs:
+    def order_masks(self, now: int) -> MaskOrder | None:
+        """For the oldest step in flight, once: what its masks depend on is known now. `now` in nanoseconds.
+
+        None where no row of it needs one. Rows whose request has ended get none; the order is due all the same, since
+        the worker waits for its answer.
+        """
+        if not self.records or self.records[0].step <= self._masks_ordered:
+            return None
+        record, field = self.records[0], self.slots
+        self._masks_ordered = record.step
+        if not len(record.constrained):
+            return None
+        live = self._live(record.slots[record.constrained])
+        rows = record.constrained[live]
+        slots = record.slots[rows]
+        offsets = field.committed[slots] - field.num_prompt[slots] - 1
+        return MaskOrder(
+            self.epoch,
+            record.step,
+            rows.astype(ID_DTYPE).tobytes(),
+            field.request[slots].astype("<u8").tobytes(),
+            offsets.astype(ID_DTYPE).tobytes(),
+            field.tokens[slots, field.committed[slots] - 1].astype(ID_DTYPE).tobytes(),
+            now,
+        )
+
+    def _live(self, slots: I32) -> NDArray[np.bool_]:
+        state = self.slots.state[slots]
+        live: NDArray[np.bool_] = (state == SlotState.RUNNING) | (state == SlotState.PREEMPTING)
+        return live
+
+    def commit(self, step: int, ids: I32, logprobs: Sequence[Logprobs] = ()) -> Outputs:
         """Take the ids of the oldest step in flight, int32[S] as `records[0].rows` names them.
 
         Rows whose request has ended are dropped. Raises `RuntimeError` when the results come out of order.
@@ -283,7 +322,8 @@ class Scheduler:
             raise RuntimeError(f"result of step {step} with {len(ids)} ids, expected step {record.step}")
         self._acknowledged = step
         field = self.slots
-        live = (field.state[record.slots] == SlotState.RUNNING) | (field.state[record.slots] == SlotState.PREEMPTING)
+        live = self._live(record.slots)
+        told = [self._told(one) for one in logprobs if self._live(np.array([one.slot]))[0]]
         slots, ids = record.slots[live], ids[live]
         self.num_overshoot += len(record.slots) - len(slots)
         self.num_committed += len(slots)
@@ -291,10 +331,14 @@ class Scheduler:
         field.tokens[slots, field.committed[slots]] = ids
         field.committed[slots] += 1
         finishes = self._finishes(slots, ids)
-        outputs = Outputs(step, field.request[slots], field.source[slots], offsets, ids, finishes, record.started)
+        outputs = Outputs(step, field.request[slots], field.source[slots], offsets, ids, finishes, told, record.started)
         self._end(slots[finishes != Finish.NONE])
         self._give_back()
         return outputs
+
+    def _told(self, one: Logprobs) -> tuple[int, int, int, Logprobs]:
+        field, slot = self.slots, one.slot
+        return int(field.request[slot]), int(field.source[slot]), one.first - int(field.num_prompt[slot]), one
 
     def _finishes(self, slots: I32, ids: I32) -> NDArray[np.uint8]:
         field = self.slots
@@ -335,4 +379,7 @@ class Scheduler:
         output = self.slots.tokens[slot, self.slots.num_prompt[slot] : self.slots.committed[slot]].copy()
         arrival = int(self.slots.arrival[slot])
         del self._running[request_id]
-        self._enqueue(replace(self._requests[request_id], output_ids=output, arrival=arrival))
+        request = self._requests[request_id]
+        if self.slots.num_computed[slot] >= self.slots.num_prompt[slot]:  # of the prompt all has been told
+            request = replace(request, sampling=msgspec.structs.replace(request.sampling, prompt_logprobs=-1))
+        self._enqueue(replace(request, output_ids=output, arrival=arrival))

@@ -42,6 +42,7 @@ class Slots:
         self.arrival = np.zeros(num_slots, np.int64)
         self.request = np.zeros(num_slots, np.uint64)
         self.source = np.zeros(num_slots, np.uint16)
+        self.constrained = np.zeros(num_slots, bool)  # draws under masks
         self.stop_ids = np.full((num_slots, 4), -1, np.int32)
         self.tokens = np.zeros((num_slots, max_model_len + 1), np.int32)
         self.pages = np.zeros((num_slots, -(-max_model_len // block_size)), np.int32)
@@ -62,6 +63,7 @@ class Slots:
         self.arrival[slot] = arrival
         self.request[slot] = request.id
         self.source[slot] = request.source
+        self.constrained[slot] = request.sampling.constrained
         self.tokens[slot, : len(ids)] = ids
         self._set_stop_ids(slot, request.sampling.stop_ids)
         return slot

@@ -24,6 +24,7 @@ class SlotAdmission(msgspec.Struct, frozen=True, array_like=True, gc=False):
     num_prompt: int  # the prompt/output boundary among the ids (min_tokens counts from here)
     pages: bytes  # ID_DTYPE[start / block_size]: the shared prefix pages; new ones come as `page_slots`/`pages`
     sampling: Sampling
+    history: bytes = b""  # ID_DTYPE: all known ids, where `sampling.needs_history`
 
 
 class StepPlan(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -39,6 +40,40 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True, gc=False):
     page_slots: bytes = b""  # SLOT_DTYPE[P]: which slot's table each of `pages` is appended to, in order
     pages: bytes = b""  # ID_DTYPE[P]
     admitted: list[SlotAdmission] = []  # applied before `pages`
+    masked: bool = False  # rows draw under masks: the step's `SampleHalf` follows, and sampling waits for it
+
+
+class MaskOrder(msgspec.Struct, frozen=True, array_like=True, tag=True, gc=False):
+    """To those who make masks: all ids before this step are known. Arrays have an entry for each constrained row."""
+
+    epoch: int
+    step: int
+    rows: bytes  # ID_DTYPE: which of the step's sampling rows
+    requests: bytes  # <u8
+    offsets: bytes  # ID_DTYPE: index of `ids` among the request's output; -1 where there is none yet
+    ids: bytes  # ID_DTYPE: the last token of each
+    ordered: int  # CLOCK_MONOTONIC nanoseconds
+
+
+class SampleHalf(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """A plan's second half: the masks of its constrained rows stand in the ring. One for each plan that is `masked`."""
+
+    epoch: int
+    step: int
+    rows: bytes  # ID_DTYPE: sampling rows that have a mask, in the ring's order; others of the step draw freely
+    ordered: int  # CLOCK_MONOTONIC nanoseconds: when the ids before the step were known
+    written: int  # when the masks were there
+
+
+class Logprobs(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Natural log probabilities of consecutive tokens of one slot, by the model alone (no temperature, no penalty)."""
+
+    slot: int
+    first: int  # position of the first token
+    width: int  # entries for each token: itself, then the most likely ids, the best first
+    ids: bytes  # ID_DTYPE[tokens, width]
+    values: bytes  # <f4[tokens, width]; finite
+    ranks: bytes  # ID_DTYPE[tokens]: 1 where the token itself is the most likely one
 
 
 class StepResult(msgspec.Struct, frozen=True, array_like=True, tag=True, gc=False):
@@ -51,3 +86,6 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True, tag=True, gc=Fals
     started: int  # the device began to compute it
     ended: int  # the device had finished
     reported: int  # the ids were visible and the worker said so
+    logprobs: list[Logprobs] = []  # in the order of the step's rows, prompts first
+    masking: int = 0  # nanoseconds from the order of this step's masks until they were written
+    exposed: int = 0  # nanoseconds of `started` to `ended` in which the device waited for them

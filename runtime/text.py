@@ -41,6 +41,12 @@ class Utf8Stream:
         return text
 
 
+def begun(text: str, mark: str) -> int:
+    """Length of the longest end of `text` that begins `mark` without completing it."""
+    longest = min(len(mark) - 1, len(text))
+    return next((n for n in range(longest, 0, -1) if text.endswith(mark[:n])), 0)
+
+
 class StopStrings:
     """Watches one request's text for `stops`. The match that is complete first counts; of those, the longest.
 
@@ -63,7 +69,7 @@ class StopStrings:
         if matches:
             end, start, self.hit = min(matches)
             return text[: end if self.include else start]
-        shown = len(text) - max((self._overlap(text, stop) for stop in self.stops), default=0)
+        shown = len(text) - max((begun(text, stop) for stop in self.stops), default=0)
         self._held = text[shown:]
         return text[:shown]
 
@@ -71,12 +77,6 @@ class StopStrings:
         """The end of the text without a hit: what was held back."""
         held, self._held = self._held, ""
         return held if self.hit is None else ""
-
-    @staticmethod
-    def _overlap(text: str, stop: str) -> int:
-        """Length of the longest end of `text` that begins `stop`."""
-        longest = min(len(stop) - 1, len(text))
-        return next((n for n in range(longest, 0, -1) if text.endswith(stop[:n])), 0)
 
 
 class TextStream:

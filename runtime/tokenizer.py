@@ -22,7 +22,8 @@ from tokenizers import Tokenizer as Encoder
 from runtime.text import Utf8Stream
 
 OPEN, CLOSE = "\uf8f0", "\uf8f1"  # private marks around what must stay text while a template is rendered
-SAMPLING_DEFAULTS = ("temperature", "top_k", "top_p", "min_p")
+MARKS = ("<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "<|python_tag|>", "<think>", "</think>")
+SAMPLING_DEFAULTS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
 
 class TokenizerError(ValueError):
@@ -49,12 +50,12 @@ class Tokenizer:
             )
         except Exception as error:  # the library raises bare Exception for a broken file
             raise TokenizerError(f"{folder}: the tokenizer cannot be read: {error}") from None
-        self.vocab_size = self._encoder.get_vocab_size(with_added_tokens=True)
+        self.vocab_size = max(self._encoder.get_vocab(with_added_tokens=True).values()) + 1
         self.eos_ids = _eos_ids(generation, config)
         self.sampling_defaults: Mapping[str, float] = {
             name: generation[name] for name in SAMPLING_DEFAULTS if generation.get(name) is not None
         }
-        self._special = {entry["id"] for entry in spec.get("added_tokens", ()) if entry["special"]}
+        self.special_ids = {entry["id"] for entry in spec.get("added_tokens", ()) if entry["special"]}
         self._added = {entry["id"]: entry["content"] for entry in spec.get("added_tokens", ())}
         self._to_bytes = _decoder_of(spec)
         self._names = {
@@ -62,9 +63,10 @@ class Tokenizer:
         }
         template = folder / "chat_template.jinja"
         stored = template.read_text("utf-8") if template.exists() else settings.get("chat_template")
-        self._template_source: str | None = chat_template or (stored if isinstance(stored, str) else None)
+        self.template_text: str | None = chat_template or (stored if isinstance(stored, str) else None)
         self.bytes_of = lru_cache(maxsize=None)(self._bytes_of)
         self.shown_bytes_of = lru_cache(maxsize=None)(self._shown_bytes_of)
+        self.marked_bytes_of = lru_cache(maxsize=None)(self._marked_bytes_of)
 
     def encode(self, text: str, add_special: bool = True) -> list[int]:
         """Raises `TextError` for text that is not Unicode (a lone surrogate)."""
@@ -91,13 +93,8 @@ class Tokenizer:
 
         Control tokens in a message's text stay text. Raises `TextError`, in the template's words if it refuses.
         """
-        masked = [
-            message | {"content": self._mask(message["content"])}
-            if isinstance(message.get("content"), str)
-            else message
-            for message in messages
-        ]
-        text = self.render(masked, add_generation_prompt, **variables)
+        masked: list[dict[str, Any]] = self._masked(messages)
+        text = self.render(masked, add_generation_prompt, **self._masked(variables))
         if continued:
             last = str(masked[-1].get("content")).strip()
             text = text[: text.rindex(last) + len(last)] if last in text else text
@@ -106,6 +103,14 @@ class Tokenizer:
             ids += self.encode(plain, add_special=False) if plain else []
             ids += self._as_text(hidden) if hidden else []
         return ids
+
+    def _masked(self, value: Any) -> Any:
+        """Every text in it masked."""
+        if isinstance(value, str):
+            return self._mask(value)
+        if isinstance(value, list):
+            return [self._masked(one) for one in value]
+        return {name: self._masked(one) for name, one in value.items()} if isinstance(value, dict) else value
 
     def _mask(self, text: str) -> str:
         """`text` with the control tokens in it put between marks, so that rendering does not make them tokens."""
@@ -123,7 +128,7 @@ class Tokenizer:
     @cached_property
     def _control(self) -> re.Pattern[str]:
         """Finds the vocabulary's control tokens (the longest first) and the marks themselves in a text."""
-        words = sorted((str(self._added[token]) for token in self._special), key=len, reverse=True)
+        words = sorted((str(self._added[token]) for token in self.special_ids), key=len, reverse=True)
         return re.compile("|".join(map(re.escape, (*words, OPEN, CLOSE))))
 
     def render(self, messages: list[dict[str, Any]], add_generation_prompt: bool = True, **variables: Any) -> str:
@@ -140,7 +145,7 @@ class Tokenizer:
 
     @cached_property
     def _template(self) -> Any:
-        if self._template_source is None:
+        if self.template_text is None:
             return None
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
@@ -149,7 +154,7 @@ class Tokenizer:
         environment.globals["raise_exception"] = _refuse
         environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
         try:
-            return environment.from_string(self._template_source)
+            return environment.from_string(self.template_text)
         except TemplateError as error:
             raise TokenizerError(f"the chat template cannot be read: {error}") from None
 
@@ -161,7 +166,12 @@ class Tokenizer:
         return b"" if text is None else self._to_bytes(text)
 
     def _shown_bytes_of(self, token: int) -> bytes:
-        return b"" if token in self._special else self._bytes_of(token)
+        return b"" if token in self.special_ids else self._bytes_of(token)
+
+    def _marked_bytes_of(self, token: int) -> bytes:
+        """As `shown_bytes_of`, with the special tokens that mark tool calls and reasoning."""
+        marks = self._added.get(token) in MARKS
+        return self._bytes_of(token) if marks else self._shown_bytes_of(token)
 
 
 def _split(text: str) -> Iterator[tuple[str, str]]:
@@ -242,7 +252,9 @@ class ByteTokenizer:
 
     vocab_size = 257
     eos_ids = (256,)
+    special_ids = frozenset(eos_ids)
     sampling_defaults: Mapping[str, float] = MappingProxyType({})
+    template_text: str | None = None
 
     def encode(self, text: str, add_special: bool = True) -> list[int]:
         try:
@@ -269,4 +281,4 @@ class ByteTokenizer:
     def bytes_of(self, token: int) -> bytes:
         return bytes((token,)) if token < 256 else b""
 
-    shown_bytes_of = bytes_of
+    shown_bytes_of = marked_bytes_of = bytes_of

@@ -14,8 +14,9 @@ import msgspec
 from ipc.async_client import AsyncStream
 from ipc.errors import SidestepError
 from ipc.exchange import Completion
-from ipc.messages import Chunk
+from ipc.messages import Chunk, Logprob, ToolCall
 from proc.http.errors import error_body
+from proc.http.logprobs import length, of_chat, of_prompt, of_text
 
 PING = 10.0  # seconds of silence after which a stream says that it lives
 HEADERS = [
@@ -59,17 +60,57 @@ class Form:
         return msgspec.json.encode(body)
 
     def _choice(self, index: int, answer: Completion) -> dict[str, Any]:
-        text = self.prefixes[index] + answer.text
-        says = {"message": {"role": "assistant", "content": text, "refusal": None}} if self.chat else {"text": text}
-        return {"index": index, **says, "logprobs": None, **reasons(answer)}
+        if not self.chat:
+            return self._text_choice(index, answer) | reasons(answer)
+        says: dict[str, Any] = {"role": "assistant", "content": answer.text, "refusal": None}
+        if answer.reasoning:
+            says["reasoning_content"] = answer.reasoning
+        if answer.tool_calls:
+            says |= {"content": answer.text or None, "tool_calls": [tool_call(call) for call in answer.tool_calls]}
+        told = {"prompt_logprobs": of_prompt(answer.prompt_logprobs)} if answer.prompt_logprobs else {}
+        return {
+            "index": index,
+            "message": says,
+            "logprobs": self._logprobs(answer.logprobs, 0),
+            **told,
+            **reasons(answer),
+        }
+
+    def _text_choice(self, index: int, answer: Completion) -> dict[str, Any]:
+        """With `echo`, the prompt's text and log probabilities stand before the answer's."""
+        prefix, tokens = self.prefixes[index], answer.logprobs
+        before = answer.prompt_logprobs if prefix and tokens else None
+        logprobs = of_text(before + tokens, 0) if before else self._logprobs(tokens, len(prefix))
+        told = {"prompt_logprobs": of_prompt(answer.prompt_logprobs)} if answer.prompt_logprobs else {}
+        return {"index": index, "text": prefix + answer.text, "logprobs": logprobs, **told}
+
+    def _logprobs(self, tokens: list[list[Logprob]], offset: int) -> dict[str, Any] | None:
+        return None if not tokens else of_chat(tokens) if self.chat else of_text(tokens, offset)
 
     def opening(self, index: int) -> bytes:
         """The first event of a choice: the role, or the echoed prompt; nothing where there is neither."""
         if self.chat:
             return self.event({"index": index, "delta": {"role": "assistant", "content": ""}})
-        return self.text(index, self.prefixes[index]) if self.prefixes[index] else b""
+        return self._said(index, self.prefixes[index]) if self.prefixes[index] else b""
 
-    def text(self, index: int, text: str) -> bytes:
+    def more(self, index: int, chunks: list[Chunk], offset: int) -> bytes:
+        """What some chunks bring, in one event; nothing where they bring nothing to show.
+
+        `offset`: characters of the choice's text before.
+        """
+        text = "".join(chunk.text for chunk in chunks)
+        logprobs = self._logprobs([entry for chunk in chunks for entry in chunk.logprobs], offset)
+        says: dict[str, Any] = {"content": text} if text else {}
+        if self.chat:
+            thought = "".join(chunk.reasoning for chunk in chunks)
+            calls = [tool_delta(call) for chunk in chunks for call in chunk.tool_calls]
+            says |= ({"reasoning_content": thought} if thought else {}) | ({"tool_calls": calls} if calls else {})
+        if not says and logprobs is None:
+            return b""
+        choice = {"index": index, "delta": says} if self.chat else {"index": index, "text": text}
+        return self.event(choice | ({"logprobs": logprobs} if logprobs else {}))
+
+    def _said(self, index: int, text: str) -> bytes:
         return self.event({"index": index, "delta": {"content": text}} if self.chat else {"index": index, "text": text})
 
     def end(self, index: int, answer: Completion) -> bytes:
@@ -77,7 +118,7 @@ class Form:
         return self.event({"index": index, **says}, reasons(answer))
 
     def event(self, choice: dict[str, Any], ending: dict[str, Any] | None = None) -> bytes:
-        choice |= {"logprobs": None} | (ending or {"finish_reason": None})
+        choice = {"logprobs": None} | choice | (ending or {"finish_reason": None})
         body = self._head(self._chunk) | {"choices": [choice]} | ({"usage": None} if self.include_usage else {})
         return frame(body)
 
@@ -120,6 +161,17 @@ def frame(body: Any) -> bytes:
     return b"data: " + msgspec.json.encode(body) + b"\n\n"
 
 
+def tool_call(call: ToolCall) -> dict[str, Any]:
+    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+
+
+def tool_delta(call: ToolCall) -> dict[str, Any]:
+    """Its id and name come once."""
+    if not call.name:
+        return {"index": call.index, "function": {"arguments": call.arguments}}
+    return {"index": call.index} | tool_call(call)
+
+
 def reasons(answer: Completion) -> dict[str, Any]:
     return {"finish_reason": answer.finish_reason, "stop_reason": answer.stop_reason}
 
@@ -141,6 +193,7 @@ class EventStream:
         """`offset`: output tokens already received of a stream that outlives its client; None for any other."""
         self.streams, self.form, self.choices, self.offset = streams, shape, choices, offset
         self.write_timeout = write_timeout
+        self._characters = [len(prefix) for prefix in shape.prefixes]  # of each choice, where logprobs are told
         self._writing = 0.0  # since when a write has been waiting for the client; 0: none is
 
     async def __call__(self, scope: Any, receive: Receive, send: Send) -> None:
@@ -208,8 +261,9 @@ class EventStream:
         """The bytes for what has come of choice `index`; tokens that have piled up share an event."""
         if index is None:
             return b": ping\n\n"
-        text = "".join(chunk.text for chunk in chunks)
-        data = self.form.text(index, text) if text else b""
+        data = self.form.more(index, chunks, self._characters[index])
+        if chunks and chunks[0].logprobs:
+            self._characters[index] += sum(length(chunk.logprobs) for chunk in chunks)
         if self.offset is not None and chunks:
             self.offset = chunks[-1].offset + len(chunks[-1].ids)
             data = f"id: {self.streams[index].key}:{self.offset}\n".encode() + (data or b": nothing to show\n\n")

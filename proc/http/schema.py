@@ -2,36 +2,45 @@
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import msgspec
 
 from ipc.errors import InvalidRequest
-from ipc.messages import SamplingParams, field_of
+from ipc.messages import field_of
+from ipc.sampling_params import SamplingParams, StructuredOutputs
 
 T = TypeVar("T")
-NOT_YET = {  # fields whose only honoured values are those that change nothing
-    "presence_penalty": (0,),
-    "frequency_penalty": (0,),
-    "repetition_penalty": (1,),
-    "logit_bias": ({},),
-    "logprobs": (False,),
-    "top_logprobs": (0,),
-    "best_of": (1,),
-    "suffix": ("",),
-    "response_format": ({"type": "text"},),
-    "tools": ([],),
-    "tool_choice": ("none", "auto"),
-    "parallel_tool_calls": (True, False),  # there are no tool calls
-}
+NEUTRAL = {"best_of": (1,), "suffix": ("",)}  # fields that are honoured only where they change nothing
 SAMPLING = (
     *("temperature", "top_p", "top_k", "min_p", "seed", "min_tokens", "stop_token_ids", "ignore_eos"),
-    *("skip_special_tokens", "include_stop_str_in_output"),
+    *("skip_special_tokens", "include_stop_str_in_output", "presence_penalty", "frequency_penalty"),
+    *("repetition_penalty", "allowed_token_ids", "bad_words", "prompt_logprobs", "logits_processors"),
 )
 
 
 class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
     include_usage: bool | None = None
+
+
+class JsonSchema(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    name: str | None = None  # for the caller; nothing depends on it, nor on the next
+    description: str | None = None
+    schema: dict[str, Any] | None = None
+    strict: bool | None = None  # the schema always holds
+
+
+class ResponseFormat(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+    def structure(self) -> StructuredOutputs | None:
+        """Raises `InvalidRequest`."""
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            raise InvalidRequest("response_format needs json_schema with type json_schema alone", "response_format")
+        if self.json_schema is not None:
+            return StructuredOutputs(json=self.json_schema.schema or {})
+        return StructuredOutputs(json_object=True) if self.type == "json_object" else None
 
 
 class Sampled(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
@@ -60,6 +69,12 @@ class Sampled(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
     logit_bias: dict[str, float] | None = None
+    allowed_token_ids: list[int] | None = None
+    bad_words: list[str] | None = None
+    prompt_logprobs: int | None = None
+    logits_processors: list[str] | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
 
     @property
     def choices(self) -> int:
@@ -70,12 +85,26 @@ class Sampled(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
         """max_tokens, or what stands for it."""
         return self.max_tokens
 
+    @property
+    def told(self) -> int | None:
+        """The most likely ids told with each token; None: no log probabilities."""
+        return None
+
+    def _structure(self) -> StructuredOutputs | None:
+        """Raises `InvalidRequest`."""
+        wanted = None if self.response_format is None else self.response_format.structure()
+        if wanted is not None and self.structured_outputs is not None:
+            raise InvalidRequest("response_format and structured_outputs cannot both be given", "response_format")
+        return self.structured_outputs if wanted is None else wanted
+
     def check(self) -> None:
-        """Raises `InvalidRequest` that names a field which this version cannot honour."""
-        for name, neutral in NOT_YET.items():
+        """Raises `InvalidRequest` that names a field which cannot be honoured."""
+        for name, neutral in NEUTRAL.items():
             value = getattr(self, name, None)
             if value is not None and value not in neutral:
-                raise InvalidRequest(f"{name} is not supported by this version", name)
+                raise InvalidRequest(f"{name} is not supported", name)
+        if self.prompt_logprobs is not None and self.stream:
+            raise InvalidRequest("prompt_logprobs cannot be streamed", "prompt_logprobs")
         if not 1 <= self.choices <= 128:
             raise InvalidRequest("n must be between 1 and 128", "n")
         if self.stream_options is not None and not self.stream:
@@ -92,7 +121,11 @@ class Sampled(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
             given["seed"] += choice
         if self.stop is not None:
             given["stop"] = [self.stop] if isinstance(self.stop, str) else self.stop
-        params = SamplingParams(max_tokens=self.longest, **given)
+        if self.logit_bias:
+            given["logit_bias"] = _biases(self.logit_bias)
+        params = SamplingParams(
+            max_tokens=self.longest, logprobs=self.told, structured_outputs=self._structure(), **given
+        )
         params.check()
         return params
 
@@ -103,6 +136,18 @@ class CompletionBody(Sampled, forbid_unknown_fields=True, kw_only=True):
     suffix: str | None = None
     best_of: int | None = None
     logprobs: int | None = None
+
+    @property
+    def told(self) -> int | None:
+        return self.logprobs
+
+    def check(self) -> None:
+        super().check()
+        if self.echo and self.logprobs is not None:
+            if self.stream:
+                raise InvalidRequest("echo with logprobs cannot be streamed", "echo")
+            if self.prompt_logprobs is None:
+                self.prompt_logprobs = self.logprobs
 
     @property
     def longest(self) -> int | None:
@@ -126,9 +171,8 @@ class ChatBody(Sampled, forbid_unknown_fields=True, kw_only=True):
     chat_template_kwargs: dict[str, Any] | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
-    response_format: dict[str, Any] | None = None
-    tools: list[Any] | None = None
-    tool_choice: Any = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
 
     @property
@@ -136,15 +180,26 @@ class ChatBody(Sampled, forbid_unknown_fields=True, kw_only=True):
         """max_completion_tokens before max_tokens, which OpenAI calls deprecated."""
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
+    @property
+    def told(self) -> int | None:
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+    def check(self) -> None:
+        super().check()
+        if self.top_logprobs and not self.logprobs:
+            raise InvalidRequest("top_logprobs needs logprobs", "top_logprobs")
+
     def conversation(self) -> list[dict[str, Any]]:
         return [
             message | {"role": "system"} if message.get("role") == "developer" else message for message in self.messages
         ]
 
     def wishes(self) -> dict[str, Any]:
-        """How the template is to be used."""
-        names = ("add_generation_prompt", "continue_final_message", "chat_template_kwargs")
-        return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+        """How the template is to be used, and the tools."""
+        template = ("add_generation_prompt", "continue_final_message", "chat_template_kwargs")
+        names = (*template, "tools", "tool_choice", "parallel_tool_calls")
+        given = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+        return given | {"separate_reasoning": True}
 
 
 class TokenizeBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
@@ -167,6 +222,14 @@ def read(body: bytes, kind: type[T]) -> T:
         raise InvalidRequest(str(error), field_of(error)) from None
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
         raise InvalidRequest(f"the body is not valid JSON: {error}") from None
+
+
+def _biases(given: dict[str, float]) -> dict[int, float]:
+    """By token id, which JSON writes as text. Raises `InvalidRequest`."""
+    try:
+        return {int(token): bias for token, bias in given.items()}
+    except ValueError:
+        raise InvalidRequest("logit_bias must be by token ids", "logit_bias") from None
 
 
 def _is_list(value: Any, kind: type) -> bool:

@@ -7,6 +7,7 @@ returns; an asynchronous device queues the step and reports from its completion 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Protocol
 
 import msgspec
@@ -28,6 +29,24 @@ class Tokens(Protocol):
         """Write `ids` (int32[S, k], k tokens a row) to the ring for `rows` and the last of each to `next[slots]`."""
 
 
+@dataclass(frozen=True)
+class MaskSet:
+    """Which ids the constrained rows of a step may draw."""
+
+    rows: NDArray[np.int64]  # [C] among the step's sampling rows
+    bits: NDArray[np.uint32]  # [C, words]: bit i % 32 of word i // 32 is set where id i may be drawn
+    ordered: int  # CLOCK_MONOTONIC nanoseconds: when the ids before the step were known
+    written: int  # when the masks were there
+    arrived: int  # when the worker knew
+
+
+class Masks(Protocol):
+    """The second halves of plans that are `masked`."""
+
+    def wait(self, step: int) -> MaskSet:
+        """Those of a step; called once for each, in order, by the thread that samples. Raises `TimeoutError`."""
+
+
 class DeviceInfo(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """What a device found out while it loaded; the worker's first message."""
 
@@ -41,7 +60,9 @@ class DeviceInfo(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class Device(Protocol):
-    """One accelerator with its weights and KV pages."""
+    """One accelerator with its weights and KV pages. `failed`: what has ended a thread of its own."""
+
+    failed: Exception | None
 
     def launch(self, plan: StepPlan, done: Callable[[StepResult], None]) -> None:
         """Run the plan after all launched before it; call `done` once its ids are visible in the TokenTable."""

@@ -3,50 +3,75 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from runtime.attention.cpu import CpuAttention
 from runtime.batch import Batch, SlotTables
-from runtime.device.base import Tokens
+from runtime.device.base import Masks, MaskSet, Tokens
 from runtime.kv_cache import KVCache
+from runtime.logits import Processor
+from runtime.logprobs import Raw, of_prompts
 from runtime.model.llama import Llama
 from runtime.sampler import sample
-from runtime.step import StepPlan, StepResult
+from runtime.step import Logprobs, StepPlan, StepResult
 
 
 class CpuDevice:
-    """`model` with `num_blocks` KV pages; page 0 is scratch."""
+    """`model` with `num_blocks` KV pages, page 0 is scratch; `processors` by the names that requests give."""
 
-    def __init__(self, model: Llama, tables: SlotTables, tokens: Tokens, num_blocks: int) -> None:
-        self.model, self.tables, self.tokens, self.num_blocks = model, tables, tokens, num_blocks
+    failed: Exception | None = None
+
+    def __init__(
+        self,
+        model: Llama,
+        tables: SlotTables,
+        tokens: Tokens,
+        masks: Masks,
+        num_blocks: int,
+        processors: Mapping[str, Processor],
+    ) -> None:
+        self.model, self.tables, self.tokens, self.masks = model, tables, tokens, masks
+        self.num_blocks, self.processors = num_blocks, processors
         config = model.config
         self.cache = KVCache(
             config.num_layers, num_blocks, tables.block_size, config.num_kv_heads, config.head_dim, model.head.dtype
         )
 
+    @torch.inference_mode()
     def launch(self, plan: StepPlan, done: Callable[[StepResult], None]) -> None:
         started = time.monotonic_ns()  # unfolding the plan is work of the same cores
         batch = self.tables.apply(plan)
         self.tokens.poison(batch.step, batch.sample_rows)
-        ids = self._compute(batch)
-        self.tokens.publish(batch.step, batch.sample_rows, batch.slots[batch.sample_rows], ids[:, None])
+        hidden = self._forward(batch)
+        forwarded = time.monotonic_ns()
+        masks = self.masks.wait(batch.step) if batch.masked else None
+        exposed = time.monotonic_ns() - forwarded if masks else 0
+        logprobs = self._sample(batch, hidden, masks)
         ended = time.monotonic_ns()
-        done(StepResult(plan.epoch, plan.step, started, started, started, ended, ended))
+        masking = masks.written - masks.ordered if masks else 0
+        times = (started, started, started, ended, ended)
+        done(StepResult(plan.epoch, plan.step, *times, logprobs, masking, exposed))
 
     def close(self) -> None:
         self.cache.keys.clear()
         self.cache.values.clear()
 
-    @torch.inference_mode()
-    def _compute(self, batch: Batch) -> NDArray[np.int32]:
-        """Forward and sample; int32[S]."""
+    def _forward(self, batch: Batch) -> torch.Tensor:
+        """The states of the step's tokens, [T, hidden_size]."""
         ids = batch.input_ids.astype(np.int64)
         ids[: batch.num_decode] = self.tokens.next[batch.slots[: batch.num_decode]]
         attention = CpuAttention(batch, self.cache, self.model.config.sliding_window)
         positions, reach = (torch.from_numpy(part.astype(np.int64)) for part in (batch.positions, batch.reach))
-        hidden = self.model.forward(torch.from_numpy(ids), positions, reach, attention)
-        return sample(self.model.logits(hidden[torch.from_numpy(batch.last_tokens)]), batch.sample)
+        return self.model.forward(torch.from_numpy(ids), positions, reach, attention)
+
+    def _sample(self, batch: Batch, hidden: torch.Tensor, masks: MaskSet | None) -> list[Logprobs]:
+        """Draw and publish; the log probabilities that were asked for."""
+        found = of_prompts(batch, self.tables.sampling.vocab, hidden, self.model.logits) if batch.prompts else []
+        logits = self.model.logits(hidden[torch.from_numpy(batch.last_tokens)])
+        raw = Raw(logits, batch.sample)
+        ids = sample(logits, batch.sample, masks, self.processors)
+        self.tokens.publish(batch.step, batch.sample_rows, batch.slots[batch.sample_rows], ids[:, None])
+        return found + raw.of(ids)

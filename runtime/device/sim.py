@@ -1,9 +1,9 @@
 """A modelled accelerator with hash KV: the engine's own test bed. Knows no torch, no weights and no text.
 
 Each KV cell stores a hash of the previous cell, reached through the block table, and of the input id, read from `next`
-or from the chunk. The token is a hash of the row's last cell (and of the row's random number unless greedy), so a
-stale slot, a wrong page or a bad prefix hit changes the answer. The distribution is uniform: top_k, top_p and min_p
-have nothing to shape here. The chain h' = A·h + B·(id + 1) mod 2**64 is linear, so a whole chunk is one cumulative sum.
+or from the chunk. The token is a hash of the row's last cell (and of the row's random number unless greedy), so a stale
+slot, a wrong page or a bad prefix hit changes the answer (`runtime.device.sim_sampling`). The chain
+h' = A·h + B·(id + 1) mod 2**64 is linear, so a whole chunk is one cumulative sum.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from runtime.batch import Batch, SlotTables
-from runtime.device.base import Tokens
-from runtime.sampling import mix64
-from runtime.step import StepPlan, StepResult
+from runtime.device.base import Masks, MaskSet, Tokens
+from runtime.device.sim_sampling import draw, logprobs
+from runtime.step import Logprobs, StepPlan, StepResult
 
 U64 = NDArray[np.uint64]
 A = 0x9E3779B97F4A7C15
@@ -46,15 +46,14 @@ class HashModel:
         self.tokens.poison(batch.step, batch.sample_rows)
         return batch
 
-    def compute(self, batch: Batch) -> NDArray[np.int32]:
-        """Fill the step's cells; the ids of its sampling rows, int32[S]. All steps before must be published."""
-        return self._sample(batch, self._forward(batch))
-
-    def publish(self, batch: Batch, ids: NDArray[np.int32]) -> None:
+    def sample(self, batch: Batch, last: U64, masks: MaskSet | None) -> list[Logprobs]:
+        """Draw and publish the step's ids from what `forward` gave; the log probabilities that were asked for."""
+        ids = draw(last[batch.sample_rows], batch.sample, masks, self.vocab_size)
         self.tokens.publish(batch.step, batch.sample_rows, batch.slots[batch.sample_rows], ids[:, None])
+        return logprobs(batch, ids, self.vocab_size)
 
-    def _forward(self, batch: Batch) -> U64:
-        """Fill the step's cells; returns the last cell of each row, uint64[R]."""
+    def forward(self, batch: Batch) -> U64:
+        """Fill the step's cells; the last cell of each row, uint64[R]. All steps before must be published."""
         last = np.zeros(len(batch.slots), np.uint64)
         ids = batch.input_ids.copy()
         ids[: batch.num_decode] = self.tokens.next[batch.slots[: batch.num_decode]]
@@ -92,30 +91,28 @@ class HashModel:
         sums = np.cumsum(powers(A_INVERSE, count)[1:] * inputs, dtype=np.uint64)
         return powers(A, count)[1:] * (sums + previous)
 
-    def _sample(self, batch: Batch, last: U64) -> NDArray[np.int32]:
-        """int32[S]: greedy rows from the cell alone, others from the cell and their random number."""
-        sample = batch.sample
-        noise = np.where(sample.temperature > 0, (sample.uniform * 2.0**53).astype(np.uint64) + np.uint64(1), 0)
-        ids = (mix64(last[batch.sample_rows] ^ noise.astype(np.uint64)) % np.uint64(self.vocab_size)).astype(np.int32)
-        for row, banned in sample.banned:
-            while int(ids[row]) in banned:
-                ids[row] = (ids[row] + 1) % self.vocab_size
-        return ids
-
 
 class SimDevice:
     """`model` on a device that takes no time: a step is computed and reported when it is launched."""
 
-    def __init__(self, model: HashModel) -> None:
-        self.model = model
+    failed: Exception | None = None
+
+    def __init__(self, model: HashModel, masks: Masks) -> None:
+        self.model, self.masks = model, masks
 
     def launch(self, plan: StepPlan, done: Callable[[StepResult], None]) -> None:
         received = time.monotonic_ns()
         batch = self.model.prepare(plan)
         started = time.monotonic_ns()
-        self.model.publish(batch, self.model.compute(batch))
+        last = self.model.forward(batch)
+        forwarded = time.monotonic_ns()
+        masks = self.masks.wait(batch.step) if batch.masked else None
+        exposed = time.monotonic_ns() - forwarded if masks else 0
+        logprobs = self.model.sample(batch, last, masks)
         ended = time.monotonic_ns()
-        done(StepResult(plan.epoch, plan.step, received, started, started, ended, ended))
+        masking = masks.written - masks.ordered if masks else 0
+        times = (received, started, started, ended, ended)
+        done(StepResult(plan.epoch, plan.step, *times, logprobs, masking, exposed))
 
     def close(self) -> None:
         """Nothing is held."""

@@ -67,7 +67,7 @@ def test_a_run_of_three_modes(tmp_path: Path) -> None:
         assert line["makespan_s"] >= line["device_busy_s"] > 0 and 0 <= line["idle_with_work_fraction"] < 1
     assert lines[1]["planned_ahead_fraction"] == 0 and lines[2]["planned_ahead_fraction"] > 0.5
     assert lines[2]["idle_with_work_fraction"] < lines[1]["idle_with_work_fraction"]
-    assert set(lines[0]["cpu_s_by_role"]) == {"tokenizer-0", "scheduler-0", "worker-0", "shared", "client"}
+    assert set(lines[0]["cpu_s_by_role"]) == {"tokenizer-0", "scheduler-0", "worker-0", "grammar-0", "shared", "client"}
     assert len(list(tmp_path.glob("*.json"))) == 3
 
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 import transformers
 
-from ipc.messages import SamplingParams
+from ipc.sampling_params import SamplingParams
 from proc.llm import LLM, RequestOutput
 from proc.models import cache
 

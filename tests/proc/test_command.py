@@ -110,7 +110,7 @@ def test_children_die_with_a_killed_supervisor_and_the_next_one_sweeps_up(run_di
         assert server.stdout is not None
         server.stdout.readline()
         children = Path(f"/proc/{server.pid}/task/{server.pid}/children").read_text().split()
-        assert len(children) == 4
+        assert len(children) == 5
         server.kill()
         server.wait(10)
     for child in children:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ipc.errors import InvalidRequest
-from ipc.messages import SamplingParams
+from ipc.sampling_params import SamplingParams
 from proc.llm import LLM
 from proc.settings import UsageError
 

@@ -19,7 +19,8 @@ from ipc.async_client import AsyncClient
 from ipc.client import Client
 from ipc.endpoints import discover
 from ipc.internal import Admit
-from ipc.messages import SamplingParams, decode_to_client
+from ipc.messages import decode_to_client
+from ipc.sampling_params import SamplingParams
 from ipc.sockets import Sender
 from proc.settings import Settings, UsageError
 from proc.supervisor import Supervisor

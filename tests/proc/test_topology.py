@@ -19,13 +19,16 @@ def names(topology: Topology) -> list[str]:
 @pytest.mark.parametrize(
     ("procs", "expected"),
     [
-        ("1", ["tokenizer-0+scheduler-0+worker-0"]),
-        ("2", ["tokenizer-0+scheduler-0", "worker-0"]),
-        ("3", ["tokenizer-0", "scheduler-0", "worker-0"]),
-        ("5", ["tokenizer-0", "tokenizer-1", "tokenizer-2", "scheduler-0", "worker-0"]),
-        ("tokenizer=2,worker=1", ["tokenizer-0", "tokenizer-1", "scheduler-0", "worker-0"]),
-        ("scheduler=2", ["tokenizer-0", "scheduler-0", "scheduler-1", "worker-0", "worker-1"]),
-        (" worker = 1 , http=0 ", ["tokenizer-0", "scheduler-0", "worker-0"]),
+        ("1", ["tokenizer-0+scheduler-0+worker-0+grammar-0"]),
+        ("2", ["tokenizer-0+scheduler-0", "worker-0", "grammar-0"]),
+        ("3", ["tokenizer-0", "scheduler-0", "worker-0", "grammar-0"]),
+        ("5", ["tokenizer-0", "tokenizer-1", "tokenizer-2", "scheduler-0", "worker-0", "grammar-0"]),
+        ("tokenizer=2,worker=1", ["tokenizer-0", "tokenizer-1", "scheduler-0", "worker-0", "grammar-0"]),
+        (
+            "scheduler=2",
+            ["tokenizer-0", "scheduler-0", "scheduler-1", "worker-0", "worker-1", "grammar-0", "grammar-1"],
+        ),
+        (" worker = 1 , http=0 ", ["tokenizer-0", "scheduler-0", "worker-0", "grammar-0"]),
     ],
 )
 def test_every_form(procs: str, expected: list[str]) -> None:
@@ -33,11 +36,11 @@ def test_every_form(procs: str, expected: list[str]) -> None:
 
 
 def test_http_is_one_process_unless_the_layout_says_otherwise() -> None:
-    assert names(parse("1", http=1)) == ["tokenizer-0+scheduler-0+worker-0+http-0"]
-    assert names(parse("2", http=1)) == ["tokenizer-0+scheduler-0", "worker-0", "http-0"]
-    assert names(parse("3", http=1))[3:] == names(parse("worker=1", http=1))[3:] == ["http-0"]
-    assert names(parse("http=2", http=1))[3:] == ["http-0", "http-1"]
-    assert names(parse("http=0", http=1))[3:] == []
+    assert names(parse("1", http=1)) == ["tokenizer-0+scheduler-0+worker-0+grammar-0+http-0"]
+    assert names(parse("2", http=1)) == ["tokenizer-0+scheduler-0", "worker-0", "grammar-0", "http-0"]
+    assert names(parse("3", http=1))[4:] == names(parse("worker=1", http=1))[4:] == ["http-0"]
+    assert names(parse("http=2", http=1))[4:] == ["http-0", "http-1"]
+    assert names(parse("http=0", http=1))[4:] == []
 
 
 @pytest.mark.parametrize(
@@ -68,7 +71,7 @@ def test_anything_else_is_read_or_refused(procs: str) -> None:
         topology = parse(procs)
     except UsageError:
         return
-    assert topology.count("scheduler") == topology.count("worker") >= 1
+    assert topology.count("scheduler") == topology.count("worker") == topology.count("grammar") >= 1
 
 
 def test_cores_by_role() -> None:

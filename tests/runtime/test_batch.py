@@ -32,7 +32,7 @@ def test_a_chunk_after_a_cached_prefix() -> None:
     assert batch.kv_cells.tolist() == [28, 29, 30, 31, 32]
     assert batch.page_table.tolist() == [[5, 7, 8]]
     assert batch.seq_lens.tolist() == [9] and batch.last_tokens.tolist() == [4]
-    assert batch.sample.banned == [(0, (1,))] and not batch.sample.all_greedy
+    assert batch.sample.banned == [(0, (1,))]
 
 
 def test_a_decode_row_follows_without_ids() -> None:

@@ -8,18 +8,20 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 import runtime.device.cpu as cpu
-from runtime.batch import SampleBatch, SlotTables
+from runtime.batch import SlotTables
 from runtime.limits import Limits
 from runtime.model.config import ModelConfig
 from runtime.model.llama import Llama
 from runtime.model.weights import expected_shapes
 from runtime.request import Request
+from runtime.slot_sampling import SampleBatch
 from tests.fakes import Answer, Engine, request
 
 CONFIG = ModelConfig("LlamaForCausalLM", 64, 32, 48, 2, 4, 2, 8, 128, 1e-5, 1e4)
@@ -39,7 +41,7 @@ class CpuEngine(Engine):
         super().__init__(limits, seed)
         pages = -(-limits.max_model_len // limits.block_size)
         tables = SlotTables(limits.slots, pages, limits.block_size)
-        self.device = cpu.CpuDevice(MODEL, tables, self.tokens, limits.num_blocks)  # type: ignore[assignment]
+        self.device = cpu.CpuDevice(MODEL, tables, self.tokens, self.grammar, limits.num_blocks, {})  # type: ignore[assignment]
 
 
 MODEL = tiny_model()
@@ -99,10 +101,10 @@ def test_tokens_do_not_depend_on_the_layout(
 ) -> None:
     gaps: list[float] = []
 
-    def watched(logits: torch.Tensor, how: SampleBatch) -> np.ndarray:
+    def watched(logits: torch.Tensor, how: SampleBatch, *more: Any) -> np.ndarray:
         best = logits.topk(2).values
         gaps.extend((best[:, 0] - best[:, 1])[torch.from_numpy(how.temperature == 0)].tolist())
-        return real(logits, how)
+        return real(logits, how, *more)
 
     real = cpu.sample
     monkeypatch.setattr(cpu, "sample", watched)

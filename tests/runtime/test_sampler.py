@@ -1,55 +1,59 @@
-"""The sampler against plain numpy, and its draws against the distribution they should follow."""
+"""The sampler against plain numpy and transformers, and its draws against the distribution they should follow."""
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from runtime.batch import SampleBatch
+from runtime.device.base import MaskSet
+from runtime.logits import penalise
+from runtime.logprobs import Raw
 from runtime.sampler import sample
-from runtime.sampling import uniform
+from runtime.sampling import Sampling
+from runtime.slot_sampling import SampleBatch, SlotSampling
+
+NO_IDS = np.zeros(0, np.int32)
 
 
-def how(rows: int, **fields: Any) -> SampleBatch:
-    wishes = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0} | fields
-    numbers = uniform(np.arange(rows, dtype=np.uint64), np.full(rows, 9))
-    full = [np.full(rows, wishes[name]) for name in ("temperature", "top_k", "top_p", "min_p")]
-    return SampleBatch(full[0], full[1].astype(np.int64), full[2], full[3], numbers, [])
+def how(*wishes: Sampling, ids: Any = (), num_prompt: int = 0, length: int = 9) -> SampleBatch:
+    """A step in which each row has its own wishes; all have the same known ids."""
+    slots = SlotSampling(len(wishes))
+    for slot, wish in enumerate(wishes):
+        slots.admit(slot, wish, num_prompt, np.array(ids, np.int32) if wish.needs_history else NO_IDS)
+    return slots.batch(np.arange(len(wishes), dtype=np.int32), np.full(len(wishes), length))
+
+
+def seeded(rows: int, **fields: Any) -> SampleBatch:
+    return how(*(Sampling(**({"temperature": 1.0} | fields), seed=row) for row in range(rows)))
 
 
 def allowed(logits: np.ndarray, temperature: float, top_k: int, top_p: float, min_p: float) -> np.ndarray:
-    """The distribution that is asked for, written down plainly."""
-    weights = np.exp((logits - logits.max()) / temperature)
-    order = np.argsort(-weights)
+    """The distribution that is asked for, written down plainly; ids with equal logits share their fate."""
+    weights = np.exp((logits.astype(float) - logits.max()) / temperature)
+    weights[weights < min_p] = 0
     if top_k:
-        weights[order[top_k:]] = 0
+        weights[logits < np.sort(logits)[-top_k]] = 0
     weights /= weights.sum()
-    total, kept = 0.0, []
-    for token in order:
-        if total >= top_p:
-            break
-        kept.append(token)
-        total += weights[token]
-    mask = np.zeros(len(weights), bool)
-    mask[kept] = True
-    weights[~mask | (weights < min_p * weights.max())] = 0
+    if top_p < 1:
+        before = np.array([weights[logits > one].sum() for one in logits])
+        weights[before >= top_p] = 0
     return weights / weights.sum()
 
 
-FIELDS = ("temperature", "top_k", "top_p", "min_p", "uniform")
+FILTERS = ("temperature", "top_k", "top_p", "min_p")
 CASES = [(1.0, 0, 1.0, 0.0), (0.7, 5, 1.0, 0.0), (1.3, 0, 0.8, 0.0), (1.0, 0, 1.0, 0.2), (0.9, 8, 0.9, 0.05)]
 
 
-@pytest.mark.parametrize(("temperature", "top_k", "top_p", "min_p"), CASES)
-def test_draws_follow_the_distribution(temperature: float, top_k: int, top_p: float, min_p: float) -> None:
+@pytest.mark.parametrize("filters", CASES)
+def test_draws_follow_the_distribution(filters: tuple[float, int, float, float]) -> None:
     logits = np.random.default_rng(1).normal(0, 1.5, 24).astype(np.float32)
-    expected = allowed(logits.astype(float), temperature, top_k, top_p, min_p)
+    expected = allowed(logits, *filters)
     rows = 20_000
-    wishes = how(rows, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
-    drawn = sample(torch.from_numpy(logits).repeat(rows, 1), wishes)
+    drawn = sample(torch.from_numpy(logits).repeat(rows, 1), seeded(rows, **dict(zip(FILTERS, filters, strict=True))))
     counts = np.bincount(drawn, minlength=24)
     assert not counts[expected == 0].any()
     likely = expected * rows > 5
@@ -57,17 +61,159 @@ def test_draws_follow_the_distribution(temperature: float, top_k: int, top_p: fl
     assert distance < 60  # chi-square, at most 23 degrees of freedom, p < 1e-4
 
 
-def test_greedy_and_banned_ids() -> None:
-    logits = torch.tensor([[0.0, 3.0, 2.0], [0.0, 3.0, 2.0]])
-    wishes = how(2, temperature=0.0)
-    banned = SampleBatch(wishes.temperature, wishes.top_k, wishes.top_p, wishes.min_p, wishes.uniform, [(1, (1,))])
-    assert sample(logits, banned).tolist() == [1, 2]
+@pytest.mark.parametrize("spread", [0.3, 3.0])
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_large_vocabulary_is_cut_where_it_should_be(spread: float, tied: bool) -> None:
+    """Every way to find the cut-off: few best ids, many, all; with ids that tie across it."""
+    draw = np.random.default_rng(3)
+    logits = draw.normal(0, spread, 3000).astype(np.float32)
+    logits = np.round(logits * 2) / 2 if tied else logits
+    for filters in [
+        (1.0, 50, 1.0, 0.0),
+        (0.8, 50, 0.9, 0.0),
+        (1.0, 300, 0.95, 0.0),
+        (1.0, 2500, 0.9, 0.0),
+        (1.0, 0, 0.3, 0.0),
+        (1.0, 0, 0.9, 0.0),
+        (1.5, 0, 0.99, 0.01),
+        (1.0, 0, 1.0, 0.3),
+        (1.0, 0, 1.0, 0.0),
+    ]:
+        expected = allowed(logits, *filters)
+        wishes = seeded(400, **dict(zip(FILTERS, filters, strict=True)))
+        drawn = sample(torch.from_numpy(logits).repeat(400, 1), wishes)
+        edges = np.cumsum(expected)
+        assert (expected[drawn] > 0).all(), filters
+        assert (np.abs(np.searchsorted(edges, wishes.uniform * edges[-1], "right") - drawn) <= 1).mean() > 0.99, filters
 
 
 def test_a_row_does_not_depend_on_its_neighbours() -> None:
-    logits = torch.from_numpy(np.random.default_rng(2).normal(0, 2, (16, 50)).astype(np.float32))
-    wishes = how(16, top_k=10, top_p=0.9)
-    together = sample(logits.clone(), wishes)
-    for row in range(16):
-        one = SampleBatch(*(getattr(wishes, name)[row : row + 1] for name in FIELDS), [])
-        assert sample(logits[row : row + 1].clone(), one)[0] == together[row]
+    draw = np.random.default_rng(2)
+    logits = torch.from_numpy(np.round(draw.normal(0, 2, (64, 5000)) * 4).astype(np.float32) / 4)
+    wishes = [
+        Sampling(
+            float(draw.choice([0.0, 0.5, 1.0])), int(draw.choice([0, 1, 10, 70, 2000])),
+            float(draw.choice([1.0, 0.9, 0.2])), float(draw.choice([0.0, 0.1])), row,
+        )
+        for row in range(64)
+    ]  # fmt: skip
+    together = sample(logits.clone(), how(*wishes))
+    alone = [int(sample(logits[row : row + 1].clone(), how(one))[0]) for row, one in enumerate(wishes)]
+    assert together.tolist() == alone
+
+
+def test_greedy_takes_the_best_that_is_not_banned() -> None:
+    logits = torch.tensor([[0.0, 3.0, 2.0]])
+    assert sample(logits.clone(), how(Sampling())).tolist() == [1]
+    assert sample(logits.clone(), how(Sampling(min_tokens=3, stop_ids=(1,)), num_prompt=7)).tolist() == [2]
+    assert sample(logits.clone(), how(Sampling(min_tokens=2, stop_ids=(1,)), num_prompt=7)).tolist() == [1]
+
+
+def test_padding_of_the_head_is_never_drawn() -> None:
+    logits = torch.zeros(2000, 8)
+    logits[:, 6:] = 50.0
+    assert set(sample(logits.clone(), seeded(2000, vocab=6)).tolist()) == set(range(6))
+    assert sample(logits[:2].clone(), how(Sampling(vocab=6), Sampling())).tolist() == [0, 6]
+
+
+def test_biases_and_allowed_ids() -> None:
+    logits = torch.tensor([[0.0, 3.0, 2.0, 1.0]])
+    assert sample(logits.clone(), how(Sampling(logit_bias=((0, 3.5), (1, -1.0))))).tolist() == [0]
+    assert sample(logits.clone(), how(Sampling(logit_bias=((1, -100.0),)))).tolist() == [2]
+    assert sample(logits.clone(), how(Sampling(allowed_ids=(0, 3)))).tolist() == [3]
+    drawn = sample(logits.repeat(500, 1), seeded(500, allowed_ids=(0, 3)))
+    assert set(drawn.tolist()) == {0, 3}
+
+
+def test_bad_words_are_not_completed() -> None:
+    logits = torch.tensor([[0.0, 3.0, 2.0, 1.0]])
+    words = ((1,), (5, 7, 2), (6, 3))
+    assert sample(logits.clone(), how(Sampling(bad_words=words), ids=[1, 5, 7], num_prompt=1)).tolist() == [3]
+    assert sample(logits.clone(), how(Sampling(bad_words=words), ids=[1, 5, 7], num_prompt=2)).tolist() == [
+        2
+    ]  # output only
+    history = how(Sampling(bad_words=words), ids=[1, 9], num_prompt=1)
+    assert sample(torch.tensor([[0.0, 0.0, 0.0, 0.0, 0.0, 9.0]]), history).tolist() == [5]
+    assert history.edits[0][1].history.ends_with((9, 5))  # type: ignore[union-attr]  # told by the sampler itself
+
+
+def test_bans_that_leave_nothing_are_left_out() -> None:
+    logits = torch.tensor([[1.0, 3.0]])
+    assert sample(logits.clone(), how(Sampling(bad_words=((0,), (1,))))).tolist() == [1]
+    only = MaskSet(np.array([0]), np.array([[0b10]], np.uint32), 0, 0, 0)
+    assert sample(logits.clone(), how(Sampling(min_tokens=99, stop_ids=(1,), constrained=True)), only).tolist() == [1]
+
+
+def test_masks_reach_their_rows_alone() -> None:
+    logits = torch.zeros(3, 70)
+    logits[:, 69] = 5.0
+    bits = np.zeros((1, 3), np.uint32)
+    bits[0, 1] = 1 << 4  # id 36
+    assert sample(logits, how(*[Sampling()] * 3), MaskSet(np.array([1]), bits, 0, 0, 0)).tolist() == [69, 36, 69]
+
+
+def test_penalties_are_those_of_transformers() -> None:
+    from transformers import RepetitionPenaltyLogitsProcessor
+
+    draw = np.random.default_rng(4)
+    ids = draw.integers(0, 40, 60)
+    logits = torch.from_numpy(draw.normal(0, 3, (1, 50)).astype(np.float32))
+    wishes = how(Sampling(repetition_penalty=1.3), ids=ids, num_prompt=20)
+    mine = logits.clone()
+    penalise(mine, wishes.edits)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        theirs = RepetitionPenaltyLogitsProcessor(1.3)(torch.from_numpy(ids[None]), logits.clone())
+    assert torch.allclose(mine, theirs)
+
+
+def test_frequency_and_presence_count_the_output_alone() -> None:
+    draw = np.random.default_rng(5)
+    ids = draw.integers(0, 40, 60)
+    logits = draw.normal(0, 3, 50).astype(np.float32)
+    counts = np.bincount(ids[20:], minlength=50)
+    expected = logits - 0.7 * counts - 0.4 * (counts > 0)
+    wish = Sampling(frequency_penalty=0.7, presence_penalty=0.4)
+    mine = torch.from_numpy(np.stack((logits, logits)))
+    penalise(mine, how(wish, Sampling(), ids=ids, num_prompt=20).edits)
+    assert np.allclose(mine[0], expected, atol=1e-6) and np.array_equal(mine[1], logits)
+
+
+def test_penalties_follow_what_was_drawn() -> None:
+    """A strong penalty walks through the vocabulary, whoever the neighbour is."""
+    logits = torch.arange(200, dtype=torch.float32)
+    wishes = how(Sampling(presence_penalty=500.0), Sampling(), ids=[1], num_prompt=1)
+    drawn = [sample(logits.repeat(2, 1), wishes).tolist() for _ in range(150)]
+    assert drawn == [[199 - step, 199] for step in range(150)]
+
+
+def test_processors_change_their_rows_and_may_fail() -> None:
+    def third(prompt: Any, output: list[int], logits: torch.Tensor) -> torch.Tensor:
+        logits[2] += 100.0 * (len(output) > 0)
+        return logits
+
+    def broken(prompt: Any, output: list[int], logits: torch.Tensor) -> torch.Tensor:
+        return logits * float("nan")
+
+    known = {"third": third, "broken": broken}
+    wishes = how(Sampling(processors=("third", "broken")), Sampling(), ids=[7], num_prompt=1)
+    logits = torch.tensor([[0.0, 3.0, 2.0]]).repeat(2, 1)
+    assert [sample(logits.clone(), wishes, None, known).tolist() for _ in range(2)] == [[1, 1], [2, 1]]
+
+
+def test_logprobs_are_the_models_own() -> None:
+    draw = np.random.default_rng(6)
+    logits = torch.from_numpy(draw.normal(0, 3, (3, 50)).astype(np.float32))
+    wishes = how(
+        Sampling(logprobs=4, temperature=0.5, presence_penalty=9.0), Sampling(), Sampling(logprobs=0, vocab=40)
+    )
+    raw = Raw(logits, wishes)
+    expected = torch.log_softmax(logits, -1)
+    drawn = sample(logits.clone(), wishes)
+    first, last = raw.of(drawn)
+    ids, values = np.frombuffer(first.ids, "<i4"), np.frombuffer(first.values, "<f4")
+    assert (first.slot, first.first, first.width, last.slot, last.width) == (0, 9, 5, 2, 1)
+    assert ids[0] == drawn[0] and ids[1:].tolist() == expected[0].topk(4)[1].tolist()
+    assert np.allclose(values, expected[0, ids.astype(np.int64)], atol=1e-5)
+    assert np.frombuffer(first.ranks, "<i4")[0] == (expected[0] > expected[0, int(drawn[0])]).sum() + 1
+    assert np.frombuffer(last.ids, "<i4").tolist() == [drawn[2]]

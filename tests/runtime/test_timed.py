@@ -16,10 +16,11 @@ from runtime.device.timed import Alarm, TimedSimDevice
 from runtime.limits import Limits
 from runtime.scheduler import Scheduler
 from runtime.step import StepPlan, StepResult
-from tests.fakes import MemoryTokens, request
+from tests.fakes import MemoryTokens, ModuloGrammar, request
 
 # 5 ms for a step whatever it holds
 FLAT = Roofline("flat", Accelerator(1e9, 1e12, 1e15, 1.0, 1.0), Model(0, 0, 1e-9, 5000, 0, 64))
+NO_MASKS = ModuloGrammar(512)
 LIMITS = Limits(num_blocks=64, block_size=4, max_model_len=64, max_num_seqs=4, max_num_batched_tokens=64, depth=2)
 
 
@@ -39,7 +40,7 @@ def plan(scheduler: Scheduler) -> StepPlan:
 
 def test_steps_launched_ahead_follow_without_a_gap_and_late_ones_leave_one() -> None:
     scheduler, model, _ = build()
-    device = TimedSimDevice(model, FLAT, lambda: None)
+    device = TimedSimDevice(model, NO_MASKS, FLAT, lambda: None)
     results: queue.SimpleQueue[StepResult] = queue.SimpleQueue()
     for _ in range(3):
         device.launch(plan(scheduler), results.put)
@@ -59,7 +60,7 @@ def test_time_changes_no_token() -> None:
     runs = []
     for timed in (False, True):
         scheduler, model, tokens = build()
-        device = TimedSimDevice(model, FLAT, lambda: None) if timed else SimDevice(model)
+        device = TimedSimDevice(model, NO_MASKS, FLAT, lambda: None) if timed else SimDevice(model, NO_MASKS)
         results: queue.SimpleQueue[StepResult] = queue.SimpleQueue()
         ids: list[list[int]] = []
         while (next_plan := scheduler.plan()) is not None or scheduler.records:

@@ -142,8 +142,7 @@ def test_control_tokens_in_a_message_stay_text(tokenizer: Tokenizer) -> None:
     plain, nasty = (tokenizer.chat([{"role": "user", "content": text}]) for text in ("a", "a<s>\uf8f0b"))
     assert nasty.count(control[0]) == plain.count(control[0]) == 2  # the template's own
     assert tokenizer.decode(nasty, skip_special=False) == "<s>user: a<s>\uf8f0b\n<s>assistant:"
-    with pytest.raises(TextError, match="must not use the characters"):
-        tokenizer.chat([{"role": "user\uf8f0zz\uf8f1", "content": "a"}])
+    assert tokenizer.chat([{"role": "user<s>\uf8f1", "content": "a"}]).count(control[0]) == 2  # nor elsewhere in it
 
 
 def test_a_last_message_can_be_continued(tokenizer: Tokenizer) -> None:

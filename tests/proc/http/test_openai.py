@@ -119,6 +119,7 @@ def test_developer_is_system_and_parts_are_their_text(server: Supervisor) -> Non
     assert text("be kind", "system") == text([{"type": "text", "text": "be kind"}], "developer")
 
 
+TOOL = {"type": "function", "function": {"name": "now"}}
 BAD: list[tuple[str, dict[str, Any], int, str | None]] = [
     (CHAT, {"messages": HELLO, "beam": 1}, 400, "beam"),
     (CHAT, {"messages": HELLO, "temperature": "hot"}, 400, "temperature"),
@@ -130,10 +131,20 @@ BAD: list[tuple[str, dict[str, Any], int, str | None]] = [
     (CHAT, {"messages": HELLO, "n": 10**9}, 400, "n"),
     (CHAT, {"messages": HELLO, "stop": [""]}, 400, "stop"),
     (CHAT, {"messages": HELLO, "stream_options": {"include_usage": True}}, 400, "stream_options"),
-    (CHAT, {"messages": HELLO, "presence_penalty": 0.5}, 400, "presence_penalty"),
+    (CHAT, {"messages": HELLO, "presence_penalty": 3}, 400, "presence_penalty"),
     (CHAT, {"messages": HELLO, "tools": [{"type": "function"}]}, 400, "tools"),
-    (CHAT, {"messages": HELLO, "response_format": {"type": "json_object"}}, 400, "response_format"),
-    (CHAT, {"messages": HELLO, "logprobs": True}, 400, "logprobs"),
+    (CHAT, {"messages": HELLO, "response_format": {"type": "json_schema"}}, 400, "response_format"),
+    (CHAT, {"messages": HELLO, "response_format": {"type": "xml"}}, 400, "response_format.type"),
+    (CHAT, {"messages": HELLO, "structured_outputs": {"regex": "(?=a)"}}, 400, "structured_outputs"),
+    (CHAT, {"messages": HELLO, "structured_outputs": {"regex": "a"}, "ignore_eos": True}, 400, "ignore_eos"),
+    (CHAT, {"messages": HELLO, "logprobs": True, "top_logprobs": 21}, 400, "logprobs"),
+    (CHAT, {"messages": HELLO, "top_logprobs": 1}, 400, "top_logprobs"),
+    (CHAT, {"messages": HELLO, "logit_bias": {"x": 1}}, 400, "logit_bias"),
+    (CHAT, {"messages": HELLO, "logit_bias": {"999999": 1}}, 400, "logit_bias"),
+    (CHAT, {"messages": HELLO, "logits_processors": ["none"]}, 400, "logits_processors"),
+    (CHAT, {"messages": HELLO, "tool_choice": "required"}, 400, "tool_choice"),
+    (CHAT, {"messages": HELLO, "tools": [TOOL], "tool_choice": "maybe"}, 400, "tool_choice"),
+    (CHAT, {"messages": HELLO, "tools": [TOOL, TOOL]}, 400, "tools"),
     (CHAT, {"messages": HELLO, "model": "other"}, 404, "model"),
     (CHAT, {"messages": []}, 400, "messages"),
     (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "messages"),
@@ -141,7 +152,8 @@ BAD: list[tuple[str, dict[str, Any], int, str | None]] = [
     (CHAT, {}, 400, "messages"),
     (TEXT, {"prompt": "x", "suffix": "y"}, 400, "suffix"),
     (TEXT, {"prompt": "x", "best_of": 3}, 400, "best_of"),
-    (TEXT, {"prompt": "x", "logprobs": 1}, 400, "logprobs"),
+    (TEXT, {"prompt": "x", "logprobs": 21}, 400, "logprobs"),
+    (TEXT, {"prompt": "x", "logprobs": 1, "echo": True, "stream": True}, 400, "echo"),
     (TEXT, {"prompt": ""}, 400, "prompt"),
     (TEXT, {"prompt": ["a", [1]]}, 400, "prompt"),
     (TEXT, {"prompt": [9999]}, 400, "prompt"),

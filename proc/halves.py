@@ -1,0 +1,51 @@
+"""The worker's end of the masks: second halves of plans as they come, with what stands for them in the ring."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+
+from ipc.endpoints import address
+from ipc.mask_ring import MaskRing
+from ipc.sockets import Receiver
+from proc.role import ProcessSpec
+from proc.settings import Settings
+from runtime.device.base import MaskSet
+from runtime.step import ID_DTYPE, SampleHalf
+
+LONGEST = 60.0  # seconds that a step waits for its masks
+SLICE = 0.1  # seconds between looks whether the worker ends
+
+
+def ring_shape(settings: Settings) -> tuple[int, int]:
+    """(steps, rows) of a replica's mask ring."""
+    return settings.depth + 2, settings.max_num_seqs
+
+
+class Halves:
+    """`runtime.device.base.Masks` over a socket; used by the one thread that samples."""
+
+    def __init__(self, spec: ProcessSpec, index: int) -> None:
+        self.spec, self.index, self.closed = spec, index, False
+        self.inbox: Receiver[SampleHalf] = Receiver(address(spec.run_dir, "worker", index, "halves"), SampleHalf)
+        self.ring: MaskRing
+
+    def open(self, vocab_size: int) -> Halves:
+        """Map the ring. Raises `ValueError` for a vocabulary that is too large for it."""
+        self.ring = MaskRing(*ring_shape(self.spec.settings), vocab_size, self.spec.rings[self.index])
+        return self
+
+    def wait(self, step: int) -> MaskSet:
+        deadline = time.monotonic() + LONGEST
+        while (half := self.inbox.receive(SLICE)) is None:
+            if self.closed or time.monotonic() > deadline:
+                raise TimeoutError(f"the masks of step {step} have not come")
+        if half.step != step:
+            raise RuntimeError(f"masks of step {half.step} came, those of step {step} were due")
+        rows = np.frombuffer(half.rows, ID_DTYPE).astype(np.int64)
+        return MaskSet(rows, self.ring.entry(step)[: len(rows)], half.ordered, half.written, time.monotonic_ns())
+
+    def close(self) -> None:
+        """Whoever waits is let go."""
+        self.closed = True
