@@ -99,11 +99,12 @@ class GrammarLoop:
         self.worker.send(SampleHalf(order.epoch, order.step, chosen, order.ordered, time.monotonic_ns()))
 
     def fail(self, request: int, words: str) -> None:
-        """Something went wrong on the way: llguidance's limits, or a token that was not allowed."""
+        """Something went wrong on the way: llguidance's limits, or else a fault of ours."""
         owner = self.owners.get(request)
         self.forget(request)
         if owner is not None:
-            self.tokenizers[owner].send(Rejected(request, InternalError.code, f"{FIELD}: {words}", FIELD))
+            kind = InvalidRequest if "too complex" in words else InternalError
+            self.tokenizers[owner].send(Rejected(request, kind.code, f"{FIELD}: {words}", FIELD))
 
     def forget(self, request: int) -> None:
         self.owners.pop(request, None)

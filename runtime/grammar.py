@@ -24,6 +24,7 @@ from runtime.tokenizer import ByteTokenizer, Tokenizer
 KINDS = ("json", "json_object", "regex", "choice", "grammar", "lark")
 WHITE_SPACE = r"(\n {0,16}| )?"  # of JSON: a blank or a new line with an indent; no model goes on with it for ever
 CACHED = 256  # compiled grammars
+TOO_COMPLEX = "the grammar becomes too complex"
 LONGEST_WORDS = 400  # characters of an error
 
 
@@ -174,5 +175,7 @@ class Matchers:
 
 def _words(matcher: LLMatcher) -> str:
     """What a matcher complains of, without its state; "" for nothing."""
-    words = matcher.get_error().split("\n<state>")[0].strip()
+    words = matcher.get_error().split("\n<")[0].strip()
+    if words.startswith(("Parser Error", "Lexer Error")) and "doesn't satisfy" not in words:
+        words = f"{TOO_COMPLEX}: {words}"
     return "it allows no output at all" if words.startswith("NoExtension") else words[:LONGEST_WORDS]
