@@ -14,7 +14,7 @@ import zmq
 
 from bench.overlap_workloads import Ask
 from ipc.messages import Chunks, Done, Error, Generate, Hello, Welcome, decode_to_client, encode
-from ipc.sampling_params import SamplingParams
+from ipc.sampling_params import SamplingParams, StructuredOutputs
 
 PATIENCE = 120.0  # seconds without a word
 
@@ -111,7 +111,14 @@ class _Run:
 
 
 def _message(number: int, ask: Ask, stream: bool) -> Generate:
+    structure = None if ask.schema is None else StructuredOutputs(json=ask.schema)
     sampling = SamplingParams(
-        temperature=float(number % 2), seed=number, max_tokens=ask.output_len, ignore_eos=True, top_p=1.0, top_k=0
+        temperature=float(number % 2),
+        seed=number,
+        max_tokens=ask.output_len,
+        ignore_eos=structure is None,
+        top_p=1.0,
+        top_k=0,
+        structured_outputs=structure,
     )
     return Generate(str(number), prompt_ids=ask.prompt_ids, sampling=sampling, stream=stream)

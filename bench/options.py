@@ -48,9 +48,19 @@ def add_overlap_flags(parser: argparse.ArgumentParser) -> None:
     add("--model", default="smollm2", help="whose vocabulary is used; bytes: none")
     add("--sim-launch-ms", type=float, nargs="+", default=[], help="the host's work per step, one variant each")
     add("--sim-launch-work", nargs="+", choices=("torch", "python"), default=["torch"], help="what it is made of")
+    add("--grammar-rows", type=int, default=0, help="also with so many of 256 streams under a JSON schema")
     add("--longest", type=float, default=15.0, help="seconds after which no further request arrives")
     add("--no-stream", action="store_true", help="whole answers: no chunk per token for the client")
     add("--seed", type=int, default=0, help="of prompts and arrivals")
     add("--json", action="store_true", help="only the JSON lines")
     add("--trace", metavar="FOLDER", help="write each run's last steps there, for Perfetto")
     add("--picture", metavar="FILE", help="a picture of the idle share by mode, .svg or .png (needs matplotlib)")
+
+
+def add_sampler_flags(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--rows", type=int, default=64, help="of a step (default: 64)")
+    add("--vocab-size", type=int, default=49152, help="ids (default: 49152, SmolLM2's)")
+    add("--history", type=int, default=512, help="known ids of each row, for penalties (default: 512)")
+    add("--repeats", type=int, default=30, help="runs of each case (default: 30)")
+    add("--json", action="store_true", help="only the JSON line")

@@ -21,7 +21,7 @@ import numpy as np
 
 from bench.cpu_time import by_process, by_role
 from bench.front_end import Answer, ask_all, digests
-from bench.overlap_workloads import Ask, Variant, Workload, workload
+from bench.overlap_workloads import Ask, Variant, Workload, structured, with_grammars, workload
 from ipc.client import Client
 from proc.models import prepare
 from proc.settings import Settings, UsageError, settings_from
@@ -47,6 +47,8 @@ SHOWN = {  # column → figure
     "TTFT ms": "mean_ttft_ms",
     "ITL p50": "median_itl_ms",
     "ITL p99": "p99_itl_ms",
+    "mask us": "masking_us",
+    "hidden %": "masks_hidden_fraction",
 }
 
 
@@ -58,6 +60,7 @@ class Run:
     mode: str
     figures: dict[str, Any]
     tokens: list[bytes]  # a digest for each request
+    structured: int = 0  # streams under a grammar: others have other tokens
 
 
 def main(given: argparse.Namespace) -> int:
@@ -67,6 +70,7 @@ def main(given: argparse.Namespace) -> int:
     vocab_size = json.loads((Path(folder) / "config.json").read_text())["vocab_size"] if folder else 256
     given.model = folder or Settings.model  # the default model's name means bytes on a simulated device
     work = _launches(workload(given.workload, given.num_prompts, vocab_size, given.seed), given)
+    work = with_grammars(work, given.grammar_rows)
     if given.device:
         work = replace(work, device=given.device)
     saturation = 0.0
@@ -94,9 +98,9 @@ def main(given: argparse.Namespace) -> int:
 
 
 def _equal(runs: list[Run]) -> bool:
-    """Every run gave every request it asked the same tokens (a slow one may have asked only the first)."""
-    longest = max(runs, key=lambda run: len(run.tokens)).tokens
-    return all(run.tokens == longest[: len(run.tokens)] for run in runs)
+    """Every run of the same requests gave the same tokens (a slow one may have asked only the first)."""
+    longest = {run.structured: run.tokens for run in sorted(runs, key=lambda run: len(run.tokens))}
+    return all(run.tokens == longest[run.structured][: len(run.tokens)] for run in runs)
 
 
 def _launches(work: Workload, given: argparse.Namespace) -> Workload:
@@ -125,7 +129,7 @@ def _modes(text: str) -> list[str]:
 
 
 def _run(given: argparse.Namespace, work: Workload, variant: Variant, mode: str, rate: float, repeat: int) -> Run:
-    asks = work.asks
+    asks = structured(work.asks, variant.structured) if variant.structured else work.asks
     if rate:
         gaps = np.random.default_rng(given.seed).exponential(1 / rate, len(asks))
         asks = [replace(ask, due=float(due)) for ask, due in zip(asks, np.cumsum(gaps) - gaps[0], strict=True)]
@@ -145,7 +149,7 @@ def _run(given: argparse.Namespace, work: Workload, variant: Variant, mode: str,
     roles = {name: round(seconds, 2) for name, seconds in sorted(cpu.items())} | {"client": round(own, 2)}
     figures = _figures(asks, answers, spent)
     figures |= {"cpu_s_by_role": roles, "busiest_process_cpu_share": busiest / figures["makespan_s"]}
-    return Run(variant.name, mode, figures, digests(answers))
+    return Run(variant.name, mode, figures, digests(answers), variant.structured)
 
 
 def _settings(given: argparse.Namespace, work: Workload, variant: Variant, mode: str) -> Settings:
@@ -185,6 +189,8 @@ def _figures(asks: list[Ask], answers: list[Answer], spent: dict[str, float]) ->
         "mean_step_ms": busy / steps * 1e3,
         "report_delay_us": spent["report_delay_s"] / steps * 1e6,
         "planned_ahead_fraction": spent["steps_planned_ahead"] / steps,
+        "masking_us": spent["masking_s"] / steps * 1e6,
+        "masks_hidden_fraction": 1 - spent["masking_exposed_s"] / spent["masking_s"] if spent["masking_s"] else None,
     }
 
 
@@ -201,10 +207,19 @@ def _summary(runs: list[Run], modes: list[str], work: Workload, given: argparse.
             line[f"throughput_over_{base}"] = statistics.median(
                 mine["output_throughput"] / other["output_throughput"] for mine, other in pairs
             )
+            if variant.structured:
+                line |= _against_plain(runs, variant.name, mode)
             line["equal_tokens"] = _equal(runs)
             line |= {"repeats": given.repeats, "device": work.device, "simulated": True}
             lines.append(line)
     return lines
+
+
+def _against_plain(runs: list[Run], name: str, mode: str) -> dict[str, float]:
+    """What the grammars cost: throughput against the same requests without, within each repeat."""
+    mine = [run.figures["output_throughput"] for run in runs if (run.variant, run.mode) == (name, mode)]
+    plain = [run.figures["output_throughput"] for run in runs if run.mode == mode and not run.structured]
+    return {"throughput_over_plain": statistics.median(one / other for one, other in zip(mine, plain, strict=False))}
 
 
 def _middle(values: list[Any]) -> Any:
@@ -220,9 +235,7 @@ def _row(figures: dict[str, Any]) -> str:
 def _shown(name: str, value: float | None) -> str:
     if value is None:
         return "-"
-    return (
-        f"{100 * value:.2f}" if name == "idle_with_work_fraction" else f"{value:.4g}" if value < 1e4 else f"{value:.0f}"
-    )
+    return f"{100 * value:.2f}" if name.endswith("_fraction") else f"{value:.4g}" if value < 1e4 else f"{value:.0f}"
 
 
 def _print_table(lines: list[dict[str, Any]]) -> None:
@@ -232,6 +245,9 @@ def _print_table(lines: list[dict[str, Any]]) -> None:
     for line in lines:
         cells = [*(_shown(name, line[name]) for name in SHOWN.values()), f"{line[ratio]:.3f}"]
         print(f"{line['variant']:<20}{line['mode']:<10}" + "".join(f"{cell:>11}" for cell in cells))
+    for line in lines:
+        if "throughput_over_plain" in line:
+            print(f"{line['variant']}, {line['mode']}: {line['throughput_over_plain']:.3f} of the throughput without")
     print("tokens are equal in all runs" if lines[0]["equal_tokens"] else "TOKENS DIFFER BETWEEN RUNS")
 
 

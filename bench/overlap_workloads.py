@@ -6,7 +6,7 @@ across modes say something about random numbers too.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -31,15 +31,20 @@ class Ask:
     output_len: int
     due: float = 0.0
     after: int | None = None
+    schema: dict[str, Any] | None = None  # of JSON that the output must be
 
 
 @dataclass(frozen=True)
 class Variant:
-    """A way to run the same requests. `load`: arrivals as a share of the saturation rate, 0 for all at once."""
+    """A way to run the same requests. `load`: arrivals as a share of the saturation rate, 0 for all at once.
+
+    `structured`: of the streams, so many draw under a grammar.
+    """
 
     name: str
     settings: dict[str, Any] = field(default_factory=dict)
     load: float = 0.0
+    structured: int = 0
     modes: tuple[str, ...] = ()  # only these; () for all
 
 
@@ -124,6 +129,41 @@ def _poisson(num_prompts: int | None, vocab_size: int, draw: np.random.Generator
     asks = [Ask(_ids(draw, 128, vocab_size), 64) for _ in range(num_prompts or 400)]
     variants = [Variant("all at once"), *(Variant(f"{load:g} of saturation", load=load) for load in (0.9, 0.5, 0.005))]
     return Workload(asks, "sim:h100-llama-3.1-8b", {"max_num_seqs": 256, "max_num_batched_tokens": 8192}, variants)
+
+
+ORDERS: dict[str, Any] = {  # longer than any output; no maxLength, as in OpenAI's strict schemas
+    "type": "array",
+    "minItems": 10_000,
+    "items": {
+        "type": "object",
+        "properties": {
+            "sku": {"type": "string", "pattern": "^[A-Z]{3}-[0-9]{4}$"},
+            "title": {"type": "string"},
+            "status": {"enum": ["open", "paid", "shipped", "returned"]},
+            "price": {"type": "number", "minimum": 0, "maximum": 9999},
+            "tags": {"type": "array", "items": {"type": "string"}, "maxItems": 4},
+        },
+        "required": ["sku", "title", "status", "price"],
+        "additionalProperties": False,
+    },
+}
+
+
+def with_grammars(work: Workload, rows: int) -> Workload:
+    """Each variant, and each once more with `rows` of the streams under a grammar."""
+    if not rows:
+        return work
+    if not 1 <= rows <= STREAMS:
+        raise UsageError(f"--grammar-rows must be between 1 and {STREAMS}")
+    name = f"{rows} grammar rows"
+    more = [replace(one, name=f"{one.name} {name}".strip(), structured=rows) for one in work.variants]
+    return replace(work, variants=[*work.variants, *more])
+
+
+def structured(asks: list[Ask], rows: int) -> list[Ask]:
+    """`rows` of each `STREAMS` requests, spread evenly, with `ORDERS` as their schema."""
+    chosen = {stream * STREAMS // rows for stream in range(rows)}
+    return [replace(ask, schema=ORDERS) if n % STREAMS in chosen else ask for n, ask in enumerate(asks)]
 
 
 WORKLOADS = {

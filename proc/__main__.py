@@ -71,10 +71,12 @@ def parser() -> Parser:
 
 
 def _add_bench(commands: Any) -> None:
-    bench = commands.add_parser("bench", help="measure: bench serving, bench overlap, bench http, bench step")
+    bench = commands.add_parser(
+        "bench", help="measure: bench serving, bench overlap, bench http, bench sampler, bench step"
+    )
     kinds = bench.add_subparsers(dest="bench", required=True, metavar="KIND", parser_class=Parser)
     serving = kinds.add_parser("serving", help="requests against a running server")
-    from bench.options import add_overlap_flags, add_serving_flags
+    from bench.options import add_overlap_flags, add_sampler_flags, add_serving_flags
 
     add_serving_flags(serving)
     serving.set_defaults(run=_bench_serving)
@@ -87,6 +89,9 @@ def _add_bench(commands: Any) -> None:
     http.add_argument("--step-ms", type=float, default=12.0, help="the device's time for a step")
     http.add_argument("--json", action="store_true", help="only the JSON line")
     http.set_defaults(run=_bench_http)
+    sampler = kinds.add_parser("sampler", help="what drawing tokens costs on the CPU, by what is asked for")
+    sampler.set_defaults(run=_bench_sampler)
+    add_sampler_flags(sampler)
     step = kinds.add_parser("step", help="what one step costs the scheduler alone")
     step.add_argument("--rows", type=int, nargs="+", default=[1, 64, 256, 1024, 4096])
     step.add_argument("--steps", type=int, default=200)
@@ -104,6 +109,12 @@ def _bench_serving(given: argparse.Namespace) -> int:
     from bench.serving import main as serving
 
     return serving(given)
+
+
+def _bench_sampler(given: argparse.Namespace) -> int:
+    from bench.sampler import main as sampler
+
+    return sampler(given)
 
 
 def _bench_overlap(given: argparse.Namespace) -> int:

@@ -44,8 +44,11 @@ def edit(logits: Tensor, how: SampleBatch, masks: MaskSet | None, processors: Ma
 def _mask(logits: Tensor, masks: MaskSet) -> None:
     """Leave each masked row only the ids whose bit is set."""
     bits = np.unpackbits(masks.bits.view(np.uint8), axis=1, count=logits.shape[1], bitorder="little")
-    rows = torch.from_numpy(masks.rows)
-    logits[rows] = logits[rows].masked_fill_(torch.from_numpy(bits == 0), -torch.inf)
+    rows, blocked = torch.from_numpy(masks.rows), torch.from_numpy(bits == 0)
+    if len(rows) == len(logits):
+        logits.masked_fill_(blocked, -torch.inf)  # the rows are ascending
+    else:
+        logits[rows] = logits[rows].masked_fill_(blocked, -torch.inf)
 
 
 def _cut(logits: Tensor, vocab: NDArray[np.int64]) -> None:
@@ -96,6 +99,8 @@ def penalise(logits: Tensor, rows: list[tuple[int, Edits]]) -> None:
     ids, counts = np.concatenate([ids for _, ids, _, _ in parts]), np.concatenate([counts for _, _, counts, _ in parts])
     wishes = [(one.repetition_penalty, one.frequency_penalty, one.presence_penalty) for *_, one in parts]
     repetition, frequency, presence = np.array(wishes, np.float32)[owner].T
-    values = (array := logits.numpy())[at, ids]
-    values = np.where(values > 0, values / repetition, values * repetition)
-    array[at, ids] = values - frequency * counts - presence * (counts > 0)
+    flat, at = logits.view(-1).numpy(), at * logits.shape[1] + ids
+    values = flat.take(at)
+    if (repetition != 1).any():
+        values = np.where(values > 0, values / repetition, values * repetition)
+    flat[at] = values - frequency * counts - presence * (counts > 0)

@@ -8,11 +8,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from runtime.batch import Batch, PromptRow
+from runtime.batch import Batch
 from runtime.slot_sampling import SampleBatch
 from runtime.step import ID_DTYPE, Logprobs
 
 Tensor = torch.Tensor
+I32 = NDArray[np.int32]
+F32 = NDArray[np.float32]
 LEAST = -9999.0  # a log probability below is told as this: JSON knows no infinity
 PIECE = 64  # positions of a prompt whose logits are held at once
 
@@ -26,15 +28,18 @@ class Raw:
         self.rows = [row for row, _ in how.logprobs]
         self.logits = logits[self.rows] if self.rows else None
 
-    def of(self, drawn: NDArray[np.int32]) -> list[Logprobs]:
+    def of(self, drawn: I32) -> list[Logprobs]:
         """Of what the rows drew, int32[S]."""
         if self.logits is None:
             return []
-        how, found = self.how, []
-        for at, (row, top) in enumerate(how.logprobs):
-            told = _told(self.logits[at : at + 1], drawn[row : row + 1], top, int(how.vocab[row]))
-            found.append(Logprobs(int(how.slots[row]), int(how.lengths[row]), top + 1, *told))
-        return found
+        how, most = self.how, max(top for _, top in self.how.logprobs)
+        limits = how.vocab[self.rows]
+        vocab = int(limits.max()) if limits.all() else 0
+        ids, values, ranks = _told(self.logits, drawn[self.rows], most, vocab)
+        return [
+            _packed(int(how.slots[row]), int(how.lengths[row]), top, ids[at, None], values[at, None], ranks[at, None])
+            for at, (row, top) in enumerate(how.logprobs)
+        ]
 
 
 def of_prompts(
@@ -47,34 +52,31 @@ def of_prompts(
     starts = np.cumsum(batch.query_lens) - batch.query_lens
     found = []
     for prompt in batch.prompts:
-        begin, slot = int(starts[prompt.row]), int(batch.slots[prompt.row])
-        told = [
-            _piece(prompt, at, hidden[begin + at :], head, int(vocab[slot]))
-            for at in range(0, len(prompt.targets), PIECE)
-        ]
-        ids, values, ranks = (b"".join(parts) for parts in zip(*told, strict=True))
-        found.append(Logprobs(slot, prompt.first, prompt.top + 1, ids, values, ranks))
+        slot, states = int(batch.slots[prompt.row]), hidden[int(starts[prompt.row]) :]
+        parts = []
+        for at in range(0, len(prompt.targets), PIECE):
+            targets = prompt.targets[at : at + PIECE]
+            parts.append(_told(head(states[at : at + len(targets)]), targets, prompt.top, int(vocab[slot])))
+        ids, values, ranks = (np.concatenate(one) for one in zip(*parts, strict=True))
+        found.append(_packed(slot, prompt.first, prompt.top, ids, values, ranks))
     return found
 
 
-def _piece(
-    prompt: PromptRow, at: int, hidden: Tensor, head: Callable[[Tensor], Tensor], vocab: int
-) -> tuple[bytes, ...]:
-    targets = prompt.targets[at : at + PIECE]
-    return _told(head(hidden[: len(targets)]), targets, prompt.top, vocab)
-
-
-def _told(logits: Tensor, ids: NDArray[np.int32], top: int, vocab: int) -> tuple[bytes, bytes, bytes]:
-    """(ids, values, ranks) as `Logprobs` has them, for float32[n, vocab] and int32[n]."""
+def _told(logits: Tensor, ids: I32, top: int, vocab: int) -> tuple[I32, F32, I32]:
+    """For float32[n, vocab] and int32[n]: ids and values [n, 1 + top], the token itself first, and ranks [n]."""
+    own_ids = torch.from_numpy(ids.astype(np.int64))[:, None]
     total = logits.logsumexp(-1, keepdim=True)
-    own = logits.gather(-1, torch.from_numpy(ids.astype(np.int64))[:, None])
+    own = logits.gather(-1, own_ids)
     real = logits[:, : vocab or None]
     best, which = real.topk(min(top, real.shape[1]))
     ranks = (logits > own).sum(-1) + 1
     values = (torch.cat((own, best), -1) - total).clamp(min=LEAST)
-    told = torch.cat((torch.from_numpy(ids.astype(np.int64))[:, None], which), -1)
-    return (
-        told.numpy().astype(ID_DTYPE).tobytes(),
-        values.numpy().astype("<f4").tobytes(),
-        ranks.numpy().astype(ID_DTYPE).tobytes(),
-    )
+    told = torch.cat((own_ids, which), -1)
+    return told.numpy().astype(np.int32), values.numpy(), ranks.numpy().astype(np.int32)
+
+
+def _packed(slot: int, first: int, top: int, ids: I32, values: F32, ranks: I32) -> Logprobs:
+    """The first `top` of what is told of each token."""
+    width = min(top + 1, ids.shape[1])
+    told = ids[:, :width].astype(ID_DTYPE).tobytes(), values[:, :width].astype("<f4").tobytes()
+    return Logprobs(slot, first, width, *told, ranks.astype(ID_DTYPE).tobytes())

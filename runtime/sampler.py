@@ -21,7 +21,7 @@ from runtime.slot_sampling import SampleBatch
 
 Tensor = torch.Tensor
 I32 = NDArray[np.int32]
-FEW, MANY = 64, 1024  # best ids that are looked at before a row is sorted
+FEW = 64  # best ids that are looked at before a row's own cut-off is searched
 SPARE = 8  # further ones, which show whether others tie with the last that stays
 PART = 256  # ids whose weights are summed at once
 OFF = torch.iinfo(torch.int64).max  # as top_k
@@ -53,7 +53,7 @@ class _Wish:
     temperature: Tensor  # float32[n]
     top_k: Tensor  # int64[n]; OFF where it is off
     top_p: Tensor  # float64[n]
-    min_p: Tensor  # float64[n]
+    min_p: Tensor  # float32[n]
     uniform: Tensor  # float64[n]
 
     def at(self, rows: Tensor) -> _Wish:
@@ -61,13 +61,13 @@ class _Wish:
 
     def weights(self, logits: Tensor, best: Tensor) -> Tensor:
         """Of each id against the best one's; 0 for those that min_p leaves out."""
-        weights = ((logits - best[:, None]) / self.temperature[:, None]).exp_()
-        return weights.masked_fill_(weights < self.min_p[:, None], 0.0) if (self.min_p > 0).any() else weights
+        weights = (logits - best[:, None]).div_(self.temperature[:, None]).exp_()
+        return weights.masked_fill_(weights < self.min_p[:, None], 0.0) if self.min_p.any() else weights
 
 
 def _wish(how: SampleBatch, rows: NDArray[np.int64]) -> _Wish:
     top_k = np.where(how.top_k > 0, how.top_k, OFF)
-    parts = (how.temperature.astype(np.float32), top_k, how.top_p, how.min_p, how.uniform)
+    parts = (how.temperature.astype(np.float32), top_k, how.top_p, how.min_p.astype(np.float32), how.uniform)
     return _Wish(*(torch.from_numpy(part[rows]) for part in parts))
 
 
@@ -75,65 +75,64 @@ def _draw(logits: Tensor, wish: _Wish) -> Tensor:
     """int64[n]: first for the rows that their best ids decide, then for those that need all."""
     best = logits.amax(-1)
     drawn = torch.full((len(logits),), -1)
-    cutoff = torch.full((len(logits),), -torch.inf)
-    total = _totals(logits, best, wish)
-    for count in (FEW, MANY):
-        open_p = (wish.top_p < 1) & (wish.top_k == OFF)
-        rows = ((drawn < 0) & ((wish.top_k <= count) | open_p)).nonzero()[:, 0]
-        if len(rows):
-            _by_best(logits[rows], best[rows], wish.at(rows), total[rows], count, rows, drawn)
-    for row in ((drawn < 0) & ((wish.top_k < OFF) | (wish.top_p < 1))).nonzero().flatten().tolist():
-        one = slice(row, row + 1)
-        values, _ = logits[one].sort(descending=True)
-        cutoff[row] = _cutoffs(values, best[one], wish.at(torch.tensor([row])), total[one], logits.shape[1])[0][0]
-    rows = (drawn < 0).nonzero()[:, 0]
-    if len(rows):
-        drawn[rows] = _by_all(logits[rows], best[rows], wish.at(rows), cutoff[rows])
+    few = ((wish.top_k <= FEW) | ((wish.top_p < 1) & (wish.top_k == OFF))).nonzero()[:, 0]
+    if len(few):
+        _by_best(logits[few], best[few], wish.at(few), few, drawn)
+    rest = (drawn < 0).nonzero()[:, 0]
+    if len(rest):
+        drawn[rest] = _by_all(logits[rest], best[rest], wish.at(rest))
     return drawn
 
 
-def _totals(logits: Tensor, best: Tensor, wish: _Wish) -> Tensor:
-    """float64[n]: the weight of all ids where top_p is a share of that, else 0."""
-    total = torch.zeros(len(logits), dtype=torch.float64)
-    rows = ((wish.top_p < 1) & (wish.top_k == OFF)).nonzero()[:, 0]
-    if len(rows):
-        total[rows] = _part_sums(wish.at(rows).weights(logits[rows], best[rows])).sum(-1)
-    return total
-
-
-def _cutoffs(values: Tensor, best: Tensor, wish: _Wish, total: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """(the smallest logit that stays, the k-th best), float32[n] each, by each row's best ids, descending.
-
-    `count` of the ids are certain to be the best; where top_k is beyond them, `total` is what top_p is a share of.
-    """
-    weights = wish.weights(values, best).double()
-    limited = wish.top_k <= count
-    kth = values.gather(-1, wish.top_k.clamp(max=values.shape[1])[:, None] - 1)[:, 0]
-    kth = torch.where(limited, kth, -torch.inf)
-    weights = weights * (values >= kth[:, None])
-    share = wish.top_p * torch.where(limited, weights.sum(-1), total)
-    stays = (weights > 0) & ((weights.cumsum(-1) - weights < share[:, None]) | (wish.top_p >= 1)[:, None])
-    return values.masked_fill(~stays, torch.inf).amin(-1), kth
-
-
-def _by_best(logits: Tensor, best: Tensor, wish: _Wish, total: Tensor, count: int, rows: Tensor, drawn: Tensor) -> None:
-    """Draw for the rows whose cut-off lies among their `count` best ids."""
-    width = min(count + SPARE, logits.shape[1])
+def _by_best(logits: Tensor, best: Tensor, wish: _Wish, rows: Tensor, drawn: Tensor) -> None:
+    """Draw for those whose cut-off lies among their FEW best ids."""
+    width = min(FEW + SPARE, logits.shape[1])
     values, ids = logits.topk(width)
-    cutoff, kth = _cutoffs(values, best, wish, total, count)
-    limited = torch.where(wish.top_k <= count, kth, torch.inf)
-    certain = (values[:, -1] < torch.minimum(cutoff, limited)) | (width == logits.shape[1])
-    weights = wish.weights(values, best).double() * (values >= cutoff[:, None])
+    weights = wish.weights(values, best).double()
+    limited = wish.top_k <= FEW
+    kth = values.gather(-1, wish.top_k.clamp(max=width)[:, None] - 1)[:, 0]
+    kth = torch.where(limited, kth, -torch.inf)
+    weights *= values >= kth[:, None]
+    total = weights.sum(-1)
+    if not limited.all():  # top_p is a share of all that min_p leaves
+        total[~limited] = _part_sums(wish.at(~limited).weights(logits[~limited], best[~limited])).sum(-1)
+    stays = (weights > 0) & _within(weights, total, wish)
+    cutoff = values.masked_fill(~stays, torch.inf).amin(-1)
+    certain = (values[:, -1] < torch.where(limited, torch.minimum(cutoff, kth), cutoff)) | (width == logits.shape[1])
+    weights *= values >= cutoff[:, None]
     ids, order = ids[certain].sort(-1)
     at = _inverse(weights[certain].gather(-1, order), wish.uniform[certain])[0]
     drawn[rows[certain]] = ids.gather(-1, at[:, None])[:, 0]
 
 
-def _by_all(logits: Tensor, best: Tensor, wish: _Wish, cutoff: Tensor) -> Tensor:
+def _within(weights: Tensor, total: Tensor, wish: _Wish) -> Tensor:
+    """bool: ids that top_p keeps, of weights in descending order: those before which less than its share stands."""
+    share = torch.where(wish.top_p < 1, wish.top_p * total, torch.inf)
+    return weights.cumsum(-1) - weights < share[:, None]
+
+
+def _cutoff(logits: Tensor, best: Tensor, wish: _Wish) -> float:
+    """The smallest logit of one row, float32[1, vocab], that top_k and top_p keep."""
+    weights = wish.weights(logits, best)
+    if int(wish.top_k) < logits.shape[1]:
+        kth = np.partition(logits[0].numpy(), -int(wish.top_k))[-int(wish.top_k)]
+        weights *= logits >= kth
+    total = weights.sum(-1, dtype=torch.float64)
+    needed = (
+        float((1 - wish.top_p) * total) / logits.shape[1]
+    )  # all lighter ids together are less than what top_p drops
+    heavy = (weights > 0) & (weights >= needed)
+    values = torch.from_numpy(np.sort(logits[heavy].numpy())[::-1].copy())[None]
+    stays = _within(wish.weights(values, best).double(), total, wish)
+    return float(values[stays].min())
+
+
+def _by_all(logits: Tensor, best: Tensor, wish: _Wish) -> Tensor:
     """int64[n], from the weights of the whole vocabulary."""
     weights = wish.weights(logits, best)
-    if (cutoff > -torch.inf).any():
-        weights *= logits >= cutoff[:, None]
+    for row in ((wish.top_k < logits.shape[1]) | (wish.top_p < 1)).nonzero().flatten().tolist():
+        one = slice(row, row + 1)
+        weights[row] *= logits[row] >= _cutoff(logits[one], best[one], wish.at(torch.tensor([row])))
     part, rest = _inverse(_part_sums(weights), wish.uniform)
     at = part[:, None] * PART + torch.arange(PART)
     inside = weights.gather(-1, at.clamp(max=logits.shape[1] - 1)).double() * (at < logits.shape[1])
@@ -143,10 +142,10 @@ def _by_all(logits: Tensor, best: Tensor, wish: _Wish, cutoff: Tensor) -> Tensor
 def _part_sums(weights: Tensor) -> Tensor:
     """float64[n, parts]: the sums of PART weights each."""
     whole = weights.shape[1] // PART * PART
-    sums: Tensor = weights[:, :whole].reshape(len(weights), -1, PART).sum(-1, dtype=torch.float64)
-    if whole == weights.shape[1]:
-        return sums
-    return torch.cat((sums, weights[:, whole:].sum(-1, True, dtype=torch.float64)), -1)
+    sums: Tensor = weights[:, :whole].reshape(len(weights), -1, PART).sum(-1)
+    if whole < weights.shape[1]:
+        sums = torch.cat((sums, weights[:, whole:].sum(-1, True)), -1)
+    return sums.double()
 
 
 def _inverse(weights: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
