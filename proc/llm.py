@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
+
 from ipc.client import Client, Stream
+from ipc.exchange import Completion
+from ipc.messages import Logprob, ToolCall
 from ipc.sampling_params import SamplingParams
 from proc.settings import settings_from
 from proc.supervisor import Supervisor
@@ -23,6 +27,9 @@ class CompletionOutput:
     token_ids: list[int]
     finish_reason: str
     stop_reason: int | str | None
+    logprobs: list[dict[int, Logprob]] | None = None  # for each token: itself and the most likely ids
+    reasoning: str = ""
+    tool_calls: list[ToolCall] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -33,6 +40,7 @@ class RequestOutput:
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput]
     finished: bool = True
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None  # None for the first token
 
 
 class LLM:
@@ -104,33 +112,62 @@ class LLM:
             sampling_params = [sampling_params or SamplingParams()] * len(requests)
         if len(sampling_params) != len(requests):
             raise ValueError(f"{len(sampling_params)} sampling params for {len(requests)} prompts")
+        pairs = list(zip(requests, sampling_params, strict=True))
+        asks = [_ask(request, one, choice) for request, one in pairs for choice in range(one.n)]
+        answers = iter(self._answers(asks, use_tqdm))
+        return [_output(request.get("prompt"), [next(answers) for _ in range(one.n)], one) for request, one in pairs]
+
+    def _answers(self, asks: list[dict[str, Any]], use_tqdm: bool) -> list[Completion]:
+        """All answers in order, at most WINDOW under way."""
         streams: list[Stream] = []
-        results = []
-        with _progress(len(requests), use_tqdm) as progress:
+        answers = []
+        with _progress(len(asks), use_tqdm) as progress:
             try:
-                for n in range(len(requests)):
-                    while len(streams) < min(len(requests), n + WINDOW):
-                        m = len(streams)
-                        streams.append(
-                            self.client.stream(
-                                **requests[m], sampling_params=sampling_params[m], return_prompt_ids=True
-                            )
-                        )
-                    results.append(_output(requests[n].get("prompt"), streams[n]))
+                for n in range(len(asks)):
+                    while len(streams) < min(len(asks), n + WINDOW):
+                        streams.append(self.client.stream(**asks[len(streams)]))
+                    for _ in streams[n]:
+                        pass
+                    done = streams[n].result
+                    assert done is not None
+                    answers.append(done)
                     progress.update()
             finally:
                 for stream in streams:
                     stream.close()
-        return results
+        return answers
 
 
-def _output(prompt: Any, stream: Stream) -> RequestOutput:
-    for _ in stream:
-        pass
-    done = stream.result
-    assert done is not None
-    answer = CompletionOutput(0, done.text, done.token_ids, done.finish_reason, done.stop_reason)
-    return RequestOutput(prompt if isinstance(prompt, str) else None, done.prompt_token_ids or [], [answer])
+def _ask(request: dict[str, Any], params: SamplingParams, choice: int) -> dict[str, Any]:
+    """One of `n` answers to a prompt; a seed counts on from one to the next."""
+    params.check()
+    seed = None if params.seed is None else (params.seed + choice) % 2**64
+    one = msgspec.structs.replace(params, n=1, seed=seed)
+    return request | {"sampling_params": one, "return_prompt_ids": True}
+
+
+def _output(prompt: Any, answers: list[Completion], params: SamplingParams) -> RequestOutput:
+    outputs = [
+        CompletionOutput(
+            index,
+            answer.text,
+            answer.token_ids,
+            answer.finish_reason,
+            answer.stop_reason,
+            None if params.logprobs is None else [_by_token(one) for one in answer.logprobs],
+            answer.reasoning,
+            answer.tool_calls,
+        )
+        for index, answer in enumerate(answers)
+    ]
+    told = answers[0].prompt_logprobs
+    prompt_logprobs = None if told is None else [_by_token(one) or None for one in told]
+    text = prompt if isinstance(prompt, str) else None
+    return RequestOutput(text, answers[0].prompt_token_ids or [], outputs, prompt_logprobs=prompt_logprobs)
+
+
+def _by_token(entries: list[Logprob]) -> dict[int, Logprob]:
+    return {entry.token: entry for entry in reversed(entries)}
 
 
 def _progress(total: int, wanted: bool) -> Any:

@@ -80,7 +80,10 @@ class Form:
         """With `echo`, the prompt's text and log probabilities stand before the answer's."""
         prefix, tokens = self.prefixes[index], answer.logprobs
         before = answer.prompt_logprobs if prefix and tokens else None
-        logprobs = of_text(before + tokens, 0) if before else self._logprobs(tokens, len(prefix))
+        if before:
+            logprobs: Any = of_text(before + tokens, 0, prefix[: max(0, len(prefix) - length(before))])
+        else:
+            logprobs = self._logprobs(tokens, len(prefix))
         told = {"prompt_logprobs": of_prompt(answer.prompt_logprobs)} if answer.prompt_logprobs else {}
         return {"index": index, "text": prefix + answer.text, "logprobs": logprobs, **told}
 

@@ -13,9 +13,9 @@ def of_chat(tokens: list[Entries]) -> dict[str, Any]:
     return {"content": [_token(one[0]) | {"top_logprobs": [_token(top) for top in one[1:]]} for one in tokens]}
 
 
-def of_text(tokens: list[Entries], offset: int) -> dict[str, Any]:
-    """`offset`: characters of the answer before these tokens. A prompt's first token has none to tell."""
-    texts = [_text(one[0]) if one else "" for one in tokens]
+def of_text(tokens: list[Entries], offset: int, first: str = "") -> dict[str, Any]:
+    """`offset`: characters before these tokens; `first`: text of a prompt's first token, which has no entries."""
+    texts = [_text(one[0]) if one else first for one in tokens]
     offsets = [offset + sum(map(len, texts[:n])) for n in range(len(texts))]
     return {
         "tokens": texts,

@@ -118,7 +118,7 @@ class Sampled(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
         """Of one of the `n` choices; a seed counts on from choice to choice. Raises `InvalidRequest`."""
         given = {name: getattr(self, name) for name in SAMPLING if getattr(self, name) is not None}
         if "seed" in given:
-            given["seed"] += choice
+            given["seed"] = (given["seed"] + choice) % 2**64 if 0 <= given["seed"] < 2**64 else given["seed"]
         if self.stop is not None:
             given["stop"] = [self.stop] if isinstance(self.stop, str) else self.stop
         if self.logit_bias:

@@ -15,7 +15,10 @@ import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from ipc.client import Client
-from proc.settings import Settings
+from ipc.errors import InvalidRequest
+from ipc.sampling_params import SamplingParams, StructuredOutputs
+from proc.llm import LLM
+from proc.settings import Settings, UsageError
 from proc.supervisor import Supervisor
 
 PROMPTS = [f"{'shared beginning ' * (n % 3)}prompt number {n}" for n in range(12)]
@@ -82,3 +85,80 @@ def test_every_layout_gives_the_greedy_tokens(
             smallest = min(smallest, float((best[:, 0] - best[:, 1]).min()))
     print(f"smallest top-2 gap {smallest:.2e}")
     assert smallest > 1e-3
+
+
+def test_logprobs_are_transformers_whatever_shapes_the_draw(
+    oracle: tuple[Path, transformers.LlamaForCausalLM],
+) -> None:
+    """Of prompt and answer, within 1e-3, though the prefix is cached and penalties and a grammar are at work."""
+    folder, model = oracle
+    wishes = [
+        SamplingParams(temperature=0.9, seed=1, max_tokens=12, logprobs=3, prompt_logprobs=2),
+        SamplingParams(temperature=0.0, max_tokens=12, logprobs=5, presence_penalty=1.5, repetition_penalty=1.3),
+        SamplingParams(
+            temperature=0.8, seed=2, max_tokens=12, logprobs=0, structured_outputs=StructuredOutputs(regex="[ab]+")
+        ),
+    ]
+    with LLM(
+        str(folder), num_blocks=200, block_size=4, max_num_seqs=8, max_model_len=96, max_num_batched_tokens=16
+    ) as llm:
+        outputs = llm.generate(["shared beginning of all"] * 3, wishes, use_tqdm=False)
+        again = llm.generate(["shared beginning of all"] * 3, wishes, use_tqdm=False)
+    assert [output.outputs[0].token_ids for output in outputs] == [output.outputs[0].token_ids for output in again]
+    for output, wish in zip(outputs, wishes, strict=True):
+        prompt, ids = output.prompt_token_ids, output.outputs[0].token_ids
+        with torch.inference_mode():
+            expected = model(torch.tensor([prompt + ids])).logits[0].log_softmax(-1)
+        told = output.outputs[0].logprobs
+        assert told is not None and len(told) == len(ids) and wish.logprobs is not None
+        for n, (token, entries) in enumerate(zip(ids, told, strict=True)):
+            row = expected[len(prompt) - 1 + n]
+            assert {*row.topk(wish.logprobs).indices.tolist(), token} == set(entries)
+            assert all(abs(entry.logprob - row[entry.token]) < 1e-3 for entry in entries.values())
+            assert entries[token].rank == int((row > row[token]).sum()) + 1
+    before = outputs[0].prompt_logprobs
+    assert before is not None and before[0] is None and len(before) == len(outputs[0].prompt_token_ids)
+    for token, told_of in zip(outputs[0].prompt_token_ids[1:], before[1:], strict=True):
+        assert told_of is not None and token in told_of
+    assert set(outputs[2].outputs[0].text) <= set("ab")
+
+
+def uppercase(prompt: Any, output: list[int], logits: torch.Tensor) -> torch.Tensor:
+    """A processor as a user would write one: letters only, which in this vocabulary are the ids from 32 to 57."""
+    logits[:32] = logits[58:] = -torch.inf
+    return logits
+
+
+def test_a_processor_of_ones_own_shapes_its_requests_alone(
+    oracle: tuple[Path, transformers.LlamaForCausalLM], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, _ = oracle
+    named = "upper=tests.proc.test_tiny_model:uppercase"
+    with LLM(str(folder), num_blocks=200, block_size=4, max_model_len=96, logits_processors=named) as llm:
+        wish = SamplingParams(seed=1, max_tokens=20, logits_processors=["upper"])
+        shaped, free = llm.generate(["x", "x"], [wish, SamplingParams(seed=1, max_tokens=20)], use_tqdm=False)
+        assert all(32 <= token < 58 for token in shaped.outputs[0].token_ids)
+        assert not all(32 <= token < 58 for token in free.outputs[0].token_ids)
+        with pytest.raises(InvalidRequest, match="no logits processor 'lower'"):
+            llm.generate("x", SamplingParams(logits_processors=["lower"]), use_tqdm=False)
+    for wrong, words in (
+        ("upper", "NAME=module:callable"),
+        ("a=no.such:thing", "no.such"),
+        ("a=os:nothing", "nothing"),
+    ):
+        with pytest.raises(UsageError, match=words):
+            LLM(str(folder), num_blocks=200, block_size=4, max_model_len=96, logits_processors=wrong)
+
+
+def test_a_seed_gives_the_same_after_a_restart_and_n_its_own_streams(
+    oracle: tuple[Path, transformers.LlamaForCausalLM],
+) -> None:
+    folder, _ = oracle
+    answers = []
+    for depth in (0, 2):
+        with LLM(str(folder), num_blocks=200, block_size=4, max_model_len=96, overlap_depth=depth) as llm:
+            one = llm.generate("some prompt", SamplingParams(n=3, seed=7, max_tokens=16), use_tqdm=False)[0]
+            answers.append([output.token_ids for output in one.outputs])
+            single = llm.generate("some prompt", SamplingParams(seed=8, max_tokens=16), use_tqdm=False)[0]
+            assert single.outputs[0].token_ids == answers[-1][1]
+    assert answers[0] == answers[1] and len(set(map(tuple, answers[0]))) == 3
