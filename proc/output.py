@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 from ipc.exchange import joined_calls
 from ipc.messages import ToolCall
+from runtime.call_parser import CallDelta, ToolCallParser
 from runtime.reasoning import ReasoningSplit
-from runtime.tool_calls import CallDelta, ToolCallParser
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,8 @@ from typing import Any
 
 from ipc.errors import InvalidRequest
 from ipc.messages import Generate
-from runtime.tool_calls import FORMATS, ToolCallParser, detect, grammar
+from runtime.call_parser import ToolCallParser
+from runtime.tool_calls import FORMATS, detect, grammar
 
 Message = dict[str, Any]
 FALLBACK = "hermes"

@@ -1,9 +1,13 @@
 """What a model thinks, apart from what it answers: `<think>…</think>` at the beginning of its output, as it comes.
 
-What is given out after k characters is a function of those k characters, however they were cut. Knows no token.
+The text is looked at character by character up to the answer, so how it was cut cannot matter, and what is undecided
+(half a tag, white space beside one) is kept as a list, so that endless white space costs no more than other text.
+Knows no token.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 from runtime.text import begun
 
@@ -11,55 +15,76 @@ OPEN, CLOSE = "<think>", "</think>"
 
 
 class ReasoningSplit:
-    """`opened`: the prompt ends inside the block. White space around the marks is dropped."""
+    """Two texts out of one. New lines beside the tags are dropped, and all white space before the block and the answer.
+
+    `opened`: the prompt ends inside the block. Both methods return (reasoning, content), and raise nothing.
+    """
 
     def __init__(self, opened: bool = False) -> None:
-        self._rest = ""
-        self._where = "thought" if opened else "start"
-        self._bare = True  # nothing but white space has come of this part
+        self._step: Callable[[str], None] = self._thought if opened else self._start
+        self._blank: list[str] = []  # undecided: dropped beside a tag, otherwise text
+        self._tag = ""  # as much of one as has come
+        self._bare = True  # nothing has come of the reasoning
+        self._reasoning: list[str] = []
+        self._content: list[str] = []
 
     def feed(self, text: str) -> tuple[str, str]:
-        """(reasoning, content)."""
-        self._rest += text
-        thought = content = ""
-        if self._where == "start":
-            self._start()
-        if self._where == "thought":
-            thought = self._think()
-        if self._where == "answer":
-            content = self._answer()
-        return thought, content
+        for at, char in enumerate(text):
+            if self._step == self._answer:
+                self._answer(text[at:])
+                break
+            self._step(char)
+        return self._given()
 
     def finish(self) -> tuple[str, str]:
         """The end of the text: what was held back."""
-        rest, self._rest = self._rest, ""
-        if self._where == "thought":
-            return rest.rstrip(), ""
-        return "", rest if self._where == "start" else ""
+        if self._step == self._start:
+            self._content += [*self._blank, self._tag]
+        elif self._step == self._thought:
+            self._think(self._tag)
+            self._reasoning += [] if self._bare else self._blank
+        self._blank, self._tag = [], ""
+        return self._given()
 
-    def _start(self) -> None:
-        text = self._rest.lstrip()
-        if len(text) < len(OPEN) and OPEN.startswith(text):
-            return
-        if text.startswith(OPEN):
-            self._where, self._rest = "thought", text.removeprefix(OPEN)
+    def _given(self) -> tuple[str, str]:
+        given = "".join(self._reasoning), "".join(self._content)
+        self._reasoning, self._content = [], []
+        return given
+
+    def _start(self, char: str) -> None:
+        tag = self._tag + char
+        if tag == OPEN:
+            self._step, self._blank, self._tag = self._thought, [], ""
+        elif OPEN.startswith(tag):
+            self._tag = tag
+        elif tag.isspace():
+            self._blank.append(char)
         else:
-            self._where, self._bare = "answer", False
+            self._content += [*self._blank, tag]
+            self._step, self._blank, self._tag = self._answer, [], ""
 
-    def _think(self) -> str:
-        """Up to the closing mark; white space is held back, since that before the mark is dropped."""
-        if self._bare:
-            self._rest = self._rest.lstrip()
-        if CLOSE in self._rest:
-            thought, _, self._rest = self._rest.partition(CLOSE)
-            self._where, self._bare = "answer", True
-            return thought.rstrip()
-        shown = len(self._rest[: len(self._rest) - begun(self._rest, CLOSE)].rstrip())
-        thought, self._rest = self._rest[:shown], self._rest[shown:]
-        self._bare = self._bare and not thought
-        return thought
+    def _thought(self, char: str) -> None:
+        tag = self._tag + char
+        if tag == CLOSE:
+            self._step, self._blank, self._tag = self._gap, [], ""
+            return
+        kept = begun(tag, CLOSE)
+        self._tag = tag[len(tag) - kept :]
+        self._think(tag[: len(tag) - kept])
 
-    def _answer(self) -> str:
-        text = self._rest.lstrip() if self._bare else self._rest
-        self._rest, self._bare = "", self._bare and not text
-        return text
+    def _think(self, text: str) -> None:
+        """Reasoning, whose new lines wait for what follows them."""
+        for char in text:
+            if char in "\r\n":
+                self._blank.append(char)
+            else:
+                self._reasoning += [char] if self._bare else [*self._blank, char]
+                self._blank, self._bare = [], False
+
+    def _gap(self, char: str) -> None:
+        if not char.isspace():
+            self._step = self._answer
+            self._answer(char)
+
+    def _answer(self, text: str) -> None:
+        self._content.append(text)
