@@ -11,18 +11,25 @@ if TYPE_CHECKING:
     from ipc.errors import SidestepError as SidestepError
     from ipc.exchange import Completion as Completion
     from ipc.sampling_params import SamplingParams as SamplingParams
+    from ipc.sampling_params import StructuredOutputs as StructuredOutputs
     from proc.llm import LLM as LLM
+    from proc.settings import UsageError as UsageError
+    from proc.supervisor import StartError as StartError
 
 _ERRORS = (
     *("SidestepError", "RequestError", "InvalidRequest", "PromptTooLong", "ModelNotFound", "DuplicateId", "QueueFull"),
-    *("Aborted", "LostProcess", "ProcessDied", "ShuttingDown", "CannotConnect", "TimedOut", "InternalError"),
+    *("DeadlineExceeded", "Aborted", "LostProcess", "ProcessDied", "ShuttingDown"),
+    *("CannotConnect", "TimedOut", "InternalError"),
 )
 _HOMES = {
     "AsyncClient": "ipc.async_client",
     "Client": "ipc.client",
     "Completion": "ipc.exchange",
     "LLM": "proc.llm",
-    "SamplingParams": "ipc.messages",
+    "SamplingParams": "ipc.sampling_params",
+    "StartError": "proc.supervisor",
+    "StructuredOutputs": "ipc.sampling_params",
+    "UsageError": "proc.settings",
 } | dict.fromkeys(_ERRORS, "ipc.errors")
 __all__ = sorted(_HOMES)
 

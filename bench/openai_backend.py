@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -18,8 +19,10 @@ VOCABULARY = 32_000  # such servers do not tell theirs; random ids below this ar
 class OpenAIBackend:
     name = "openai"
 
-    def __init__(self, base_url: str, model: str | None) -> None:
-        self.url, self.model = base_url.rstrip("/"), model
+    def __init__(self, base_url: str, model: str | None, api_key: str | None) -> None:
+        self.url, self.model = base_url.rstrip("/").removesuffix("/v1"), model
+        key = api_key or os.environ.get("OPENAI_API_KEY")
+        self.headers = {"Authorization": f"Bearer {key}"} if key else {}
 
     async def __aenter__(self) -> Backend:
         try:
@@ -27,13 +30,23 @@ class OpenAIBackend:
         except ImportError:
             raise UsageError("--backend openai needs aiohttp: pip install 'sidestep[bench]'") from None
         self.session = aiohttp.ClientSession(
-            timeout=aiohttp.ClientTimeout(total=3600), connector=aiohttp.TCPConnector(limit=0)
+            timeout=aiohttp.ClientTimeout(total=3600), connector=aiohttp.TCPConnector(limit=0), headers=self.headers
         )
-        if self.model is None:
-            async with self.session.get(f"{self.url}/v1/models") as reply:
-                reply.raise_for_status()
-                self.model = (await reply.json())["data"][0]["id"]
+        try:
+            models = await self._models()
+        except (aiohttp.ClientError, OSError, ValueError, LookupError) as error:
+            await self.session.close()
+            raise UsageError(f"--base-url {self.url}: no answer to /v1/models: {error}") from None
+        if self.model not in (None, *models):
+            await self.session.close()
+            raise UsageError(f"--model {self.model}: the server has {', '.join(models)}")
+        self.model = self.model or models[0]
         return self
+
+    async def _models(self) -> list[str]:
+        async with self.session.get(f"{self.url}/v1/models") as reply:
+            reply.raise_for_status()
+            return [one["id"] for one in (await reply.json())["data"]]
 
     async def __aexit__(self, *_: object) -> None:
         await self.session.close()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 
+from proc.settings import positive
+
 
 def add_serving_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
@@ -11,17 +13,22 @@ def add_serving_flags(parser: argparse.ArgumentParser) -> None:
         "--backend", choices=("sidestep", "openai"), default="sidestep", help="our socket, or any OpenAI-compatible URL"
     )
     add("--address", help="of the server (sidestep; default: the one running)")
-    add("--base-url", default="http://127.0.0.1:8000", help="of the server (openai)")
+    add(
+        "--base-url",
+        default="http://127.0.0.1:8000",
+        help="of the server, with or without /v1 (openai; default: http://127.0.0.1:8000)",
+    )
+    add("--api-key", help="that it asks for (openai; default: $OPENAI_API_KEY)")
     add("--model", help="its name (openai; default: the first it lists)")
-    add("--num-prompts", "--num-prompt", type=int, default=100, help="requests")
-    add("--request-rate", type=float, default=float("inf"), help="requests per second; inf sends all at once")
+    add("--num-prompts", "--num-prompt", type=positive, default=100, help="requests (default: 100)")
+    add("--request-rate", type=float, default=float("inf"), help="requests per second (default: inf, all at once)")
     add("--burstiness", type=float, default=1.0, help="1 is Poisson; below it burstier, above it more even (gamma)")
-    add("--max-concurrency", type=int, help="requests under way at once")
+    add("--max-concurrency", type=positive, help="requests under way at once (default: all)")
     add("--seed", type=int, default=0, help="of lengths, prompts and arrivals")
     add("--dataset-name", choices=("random", "sharegpt", "custom"), default="random")
     add("--dataset-path", help="sharegpt: its JSON; custom: JSONL with prompt and output_len")
-    add("--random-input-len", type=int, default=128, help="tokens")
-    add("--random-output-len", type=int, default=64, help="tokens")
+    add("--random-input-len", type=positive, default=128, help="tokens (default: 128)")
+    add("--random-output-len", type=positive, default=64, help="tokens (default: 64)")
     add(
         "--random-range-ratio",
         type=float,

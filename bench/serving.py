@@ -99,6 +99,8 @@ def main(given: argparse.Namespace) -> int:
 
 
 async def _main(given: argparse.Namespace) -> int:
+    if given.output_file:
+        open(given.output_file, "a").close()  # a place that cannot be written to is known before the measurement
     async with _backend(given) as backend:
         work = [await _counted(backend, job) for job in jobs(given, await backend.vocabulary())]
         for job in work[: given.warmup_requests]:
@@ -129,7 +131,7 @@ def _backend(given: argparse.Namespace) -> Backend:
     if given.backend == "openai":
         from bench.openai_backend import OpenAIBackend
 
-        return OpenAIBackend(given.base_url, given.model)
+        return OpenAIBackend(given.base_url, given.model, given.api_key)
     return SidestepBackend(given.address)
 
 

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import zmq
 import zmq.asyncio
 
-from ipc.client import find_address
+from ipc.client import connect, find_address
 from ipc.errors import CannotConnect, InternalError, TimedOut
 from ipc.exchange import SILENCE, Completion, Exchange, Pending, completion, generate_message, merged
 from ipc.messages import (
@@ -45,7 +45,7 @@ class AsyncLine:
         self.socket.set(zmq.LINGER, 500)
         self.socket.set(zmq.RCVHWM, 100_000)
         self.socket.set(zmq.MAXMSGSIZE, MAX_FRAME)
-        self.socket.connect(address)
+        connect(self.socket, address)
         self.address = address
         self.exchange = Exchange(time.monotonic())
         self.task = asyncio.create_task(self._listen())

@@ -46,8 +46,21 @@ def find_address() -> str:
     servers = discover()
     if len(servers) != 1:
         names = ", ".join(f"{server['model']} at {server['addresses'][0]}" for server in servers) or "none"
-        raise CannotConnect(f"one running server is needed to find it by itself, there are: {names}; give an address")
+        raise CannotConnect(
+            f"no address was given, and the running servers are: {names};"
+            " start one (sidestep serve), or name its address"
+        )
     return str(servers[0]["addresses"][0])
+
+
+def connect(socket: Any, address: str) -> None:
+    """Raises `CannotConnect` for what is no address."""
+    try:
+        socket.connect(address)
+    except zmq.ZMQError as error:
+        raise CannotConnect(
+            f"{address} is no address of a ZMQ socket, ipc://PATH or tcp://HOST:PORT: {error}"
+        ) from None
 
 
 class Line:
@@ -58,7 +71,7 @@ class Line:
         self.socket.set(zmq.LINGER, 500)
         self.socket.set(zmq.RCVHWM, 100_000)
         self.socket.set(zmq.MAXMSGSIZE, MAX_FRAME)
-        self.socket.connect(address)
+        connect(self.socket, address)
         self.address = address
         self.exchange = Exchange(time.monotonic())
         self.socket.send(self.exchange.hello())

@@ -10,24 +10,27 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from proc.settings import Parser, Settings, UsageError, add_flags, from_arguments, non_defaults
+from proc.settings import Parser, Settings, UsageError, add_flags, from_arguments, non_defaults, positive
 
 if TYPE_CHECKING:
     from ipc.client import Client, Stream
     from proc.supervisor import Supervisor
 
+HTTP_FLAGS = (
+    *("host", "port", "api_key", "cors_origins", "ssl_keyfile", "ssl_certfile", "write_timeout", "enable_log_requests"),
+)
 SAMPLING = (
-    ("--temperature", float, "0 is greedy"),
-    ("--top-k", int, "candidates by rank; 0 is off"),
-    ("--top-p", float, "candidates by cumulated probability"),
-    ("--min-p", float, "candidates by share of the best one's probability"),
-    ("--max-tokens", int, "tokens of the answer"),
+    ("--temperature", float, "0 is greedy (default: the model's, else 1)"),
+    ("--top-k", int, "candidates by rank; 0 is off (default: the model's)"),
+    ("--top-p", float, "candidates by cumulated probability (default: the model's)"),
+    ("--min-p", float, "candidates by share of the best one's probability (default: the model's)"),
+    ("--max-tokens", int, "tokens of the answer (default: until the context is full)"),
     ("--request-seed", int, "of this request's random numbers"),
 )
 
 
 def main(arguments: list[str] | None = None) -> int:
-    given = parser().parse_args(arguments)
+    given = parser().parse(arguments)
     try:
         return int(given.run(given) or 0)
     except UsageError as error:
@@ -49,12 +52,16 @@ def parser() -> Parser:
     add_flags(served)
     served.set_defaults(run=serve)
     for name, words, run in (
-        ("generate", "answer one prompt with a server of its own", generate),
-        ("chat", "talk with a model; uses a running server when no model is named", chat),
+        ("generate", "answer one prompt, with a server of its own or that of --address", generate),
+        (
+            "chat",
+            "talk with the running server's model, or one of its own where there is none or an option is given",
+            chat,
+        ),
     ):
-        command = commands.add_parser(name, help=words)
-        add_flags(command)
-        command.add_argument("--address", help="of a running server to use")
+        command = commands.add_parser(name, help=words, description=words)
+        add_flags(command, without=HTTP_FLAGS)
+        command.add_argument("--address", help="of a running server to use, such as ipc://PATH or tcp://HOST:PORT")
         for option, kind, help_text in SAMPLING:
             command.add_argument(option, type=kind, help=help_text)
         command.set_defaults(run=run)
@@ -64,7 +71,9 @@ def parser() -> Parser:
         "trace", help="write the last steps of a running server, all processes on one time axis"
     )
     traced.add_argument("--address", help="of the server (default: the one running)")
-    traced.add_argument("--output", default="trace.json", help="Chrome's trace format, which Perfetto opens")
+    traced.add_argument(
+        "--output", default="trace.json", help="Chrome's trace format, which Perfetto opens (default: trace.json)"
+    )
     traced.set_defaults(run=_trace)
     _add_bench(commands)
     return top
@@ -84,17 +93,18 @@ def _add_bench(commands: Any) -> None:
     add_overlap_flags(overlap)
     overlap.set_defaults(run=_bench_overlap)
     http = kinds.add_parser("http", help="what a streamed token costs the http process, on a simulated device")
-    http.add_argument("--streams", type=int, default=256)
-    http.add_argument("--tokens", type=int, default=256, help="of each stream")
-    http.add_argument("--step-ms", type=float, default=12.0, help="the device's time for a step")
+    http.add_argument("--streams", type=positive, default=256, help="at once (default: 256)")
+    http.add_argument("--tokens", type=positive, default=256, help="of each stream (default: 256)")
+    http.add_argument("--step-ms", type=float, default=12.0, help="the device's time for a step (default: 12)")
     http.add_argument("--json", action="store_true", help="only the JSON line")
     http.set_defaults(run=_bench_http)
     sampler = kinds.add_parser("sampler", help="what drawing tokens costs on the CPU, by what is asked for")
     sampler.set_defaults(run=_bench_sampler)
     add_sampler_flags(sampler)
     step = kinds.add_parser("step", help="what one step costs the scheduler alone")
-    step.add_argument("--rows", type=int, nargs="+", default=[1, 64, 256, 1024, 4096])
-    step.add_argument("--steps", type=int, default=200)
+    rows = [1, 64, 256, 1024, 4096]
+    step.add_argument("--rows", type=positive, nargs="+", default=rows, help="of a step (default: 1 64 256 1024 4096)")
+    step.add_argument("--steps", type=positive, default=200, help="over which means are taken (default: 200)")
     step.add_argument("--json", action="store_true", help="only the JSON lines")
     step.set_defaults(run=_bench_step)
 
@@ -150,8 +160,8 @@ def serve(given: argparse.Namespace) -> int:
     where = f"{server.url}  zmq" if server.url else "zmq"
     print(f"sidestep is ready: {where} {' '.join(server.addresses)}", flush=True)
     stop: list[int] = []
-    signal.signal(signal.SIGINT, lambda received, _: stop.append(received))
-    signal.signal(signal.SIGTERM, lambda received, _: stop.append(received))
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda received, _: stop.append(received))
     reason = None
     while not stop and reason is None:
         reason = server.watch(0.5)
@@ -160,8 +170,8 @@ def serve(given: argparse.Namespace) -> int:
         server.fail(reason)
         print(f"{trace}sidestep: {reason}", file=sys.stderr)
         return 1
-    say("shutting down")
-    server.stop(settings.shutdown_timeout)
+    say(f"shutting down; requests under way get up to {settings.shutdown_timeout:g} s, a second signal ends them now")
+    server.stop(settings.shutdown_timeout, lambda: len(stop) > 1)
     return 0
 
 
@@ -182,7 +192,9 @@ def generate(given: argparse.Namespace) -> int:
 
 
 def chat(given: argparse.Namespace) -> int:
-    """A conversation: a line is a message, an empty one or Ctrl-D the end."""
+    """A conversation: a line is a message, an empty one or Ctrl-D the end; Ctrl-C stops an answer."""
+    if sys.stdin.isatty():
+        say("a line is a message; an empty line ends, Ctrl-C stops an answer")
     return _with_client(given, lambda client: _converse(client, _wishes(given)))
 
 
@@ -196,7 +208,11 @@ def _converse(client: Client, wishes: dict[str, Any]) -> None:
         if not line:
             return
         messages.append({"role": "user", "content": line})
-        answer = _show(client.stream(messages=messages, **wishes))
+        try:
+            answer = _show(client.stream(messages=messages, **wishes))
+        except KeyboardInterrupt:
+            messages.pop()
+            continue
         messages.append({"role": "assistant", "content": answer})
 
 
@@ -226,6 +242,8 @@ def _with_client(given: argparse.Namespace, use: Callable[[Client], object]) -> 
 
     settings = from_arguments(given)
     named = "model" in vars(given) or given.model_positional or settings != Settings()
+    if given.address and named:
+        raise UsageError("--address is that of a running server, whose model and settings are its own")
     if given.address or (given.command == "chat" and not named and discover()):
         with Client(given.address) as client:
             use(client)
@@ -262,7 +280,7 @@ def _failed(error: Exception) -> int:
     if isinstance(error, StartError):
         print(f"{error.trace}sidestep: {error}", file=sys.stderr)
         return 2
-    if isinstance(error, SidestepError):
+    if isinstance(error, (SidestepError, OSError)):
         print(f"sidestep: {error}", file=sys.stderr)
         return 1
     raise error

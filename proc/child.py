@@ -1,7 +1,7 @@
-"""A process of the server: `python -m proc.child SPEC` runs the roles it is given, each in a thread of its own.
+"""A process of the server: `python -m proc.child FD` runs the roles that it is told of there, each in a thread.
 
-The main thread listens to the supervisor: commands go to every role, and when the supervisor is gone, so is this
-process at once.
+The first line on that socket is its `ProcessSpec`, which is no argument, since every user could read that. The main
+thread listens to the supervisor: commands go to every role; when the supervisor is gone, so is this process at once.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import socket
 import sys
 import threading
 import traceback
-from typing import Any
+from typing import Any, BinaryIO
 
 import msgspec
 
@@ -37,9 +37,8 @@ class Word(msgspec.Struct, frozen=True):
 
 
 class Child:
-    def __init__(self, spec: ProcessSpec) -> None:
-        self.spec = spec
-        self.supervisor = socket.socket(fileno=spec.control)
+    def __init__(self, spec: ProcessSpec, supervisor: socket.socket, lines: BinaryIO) -> None:
+        self.spec, self.supervisor, self.lines = spec, supervisor, lines
         self.controls = [Control() for _ in spec.roles]
         self._lock = threading.Lock()
 
@@ -51,7 +50,7 @@ class Child:
         for thread in threads:
             thread.daemon = True
             thread.start()
-        for line in self.supervisor.makefile("rb"):
+        for line in self.lines:
             command = msgspec.json.decode(line, type=Command)
             for control in self.controls:
                 control.send(command)
@@ -111,7 +110,9 @@ def _loop(role: Role, spec: ProcessSpec) -> Any:
 
 
 def main() -> None:
-    spec = msgspec.json.decode(sys.argv[1], type=ProcessSpec)
+    supervisor = socket.socket(fileno=int(sys.argv[1]))
+    lines = supervisor.makefile("rb")
+    spec = msgspec.json.decode(lines.readline(), type=ProcessSpec)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the supervisor's business
     if spec.parent:
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -124,9 +125,11 @@ def main() -> None:
     if cores:
         os.sched_setaffinity(0, cores)
     logging.basicConfig(
-        level=spec.settings.log_level.upper(), format="%(threadName)s %(levelname)s %(message)s", stream=sys.stderr
+        level=spec.settings.log_level.upper(),
+        format="%(asctime)s %(threadName)s %(levelname)s %(message)s",
+        stream=sys.stderr,
     )
-    Child(spec).main()
+    Child(spec, supervisor, lines).main()
 
 
 if __name__ == "__main__":

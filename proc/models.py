@@ -145,8 +145,14 @@ def load_tokenizer(settings: Settings, folder: str) -> Tokenizer | ByteTokenizer
     from runtime.tokenizer import ByteTokenizer, Tokenizer
 
     if not folder:
+        if settings.chat_template:
+            raise UsageError(f"--chat-template {settings.chat_template}: the tokenizer of bytes has no templates")
         return ByteTokenizer()
-    return Tokenizer(Path(folder), Path(settings.chat_template).read_text() if settings.chat_template else None)
+    try:
+        template = Path(settings.chat_template).read_text("utf-8") if settings.chat_template else None
+    except (OSError, ValueError) as error:
+        raise UsageError(f"--chat-template {settings.chat_template}: {error}") from None
+    return Tokenizer(Path(folder), template)
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ class Command(msgspec.Struct, frozen=True):
 
 
 class ProcessSpec(msgspec.Struct, frozen=True):
-    """What a process is started with, as JSON in its only argument."""
+    """What a process is started with, as a line of JSON."""
 
     roles: list[Role]
     settings: Settings
@@ -35,7 +35,6 @@ class ProcessSpec(msgspec.Struct, frozen=True):
     rings: list[int]  # the mask ring's
     num_tokenizers: int
     http_socket: int  # the listening socket's descriptor; -1 without HTTP
-    control: int  # descriptor of the socket to the supervisor
     cores: dict[str, list[int]] = {}
     parent: int = 0  # pid that must be alive
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import difflib
 from collections.abc import Iterator, Sequence
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import MISSING, dataclass, field, fields, replace
 from typing import Any, NoReturn
 
 from runtime.device.launch import KINDS
@@ -54,7 +54,10 @@ class Settings:
     seed: int | None = flag(None, "of dummy weights, and of the seeds of requests that bring none", "--random-seed")
     host: str = flag("127.0.0.1", "address of the HTTP server")
     port: int = flag(8000, "of the HTTP server; 0 takes a free one")
-    api_key: str | None = flag(None, "keys that HTTP requests must bring, comma-separated, or @FILE with one a line")
+    api_key: str | None = flag(
+        None,
+        "keys that HTTP requests must bring: @FILE, one a line, or KEY,KEY (which ps shows)",
+    )
     cors_origins: str | None = flag(None, "origins whose pages may ask, comma-separated, or * (default: none)")
     ssl_keyfile: str | None = flag(None, "PEM; with --ssl-certfile the HTTP server speaks TLS")
     ssl_certfile: str | None = flag(None, "PEM")
@@ -75,6 +78,7 @@ class Settings:
     def __post_init__(self) -> None:
         for name, fine, words in (
             ("overlap_depth", self.overlap_depth in (0, 1, 2), "0, 1 or 2"),
+            ("overlap_depth", self.overlap_depth < 2 or not self.disable_overlap, "left out beside --disable-overlap"),
             ("max_num_seqs", 1 <= self.max_num_seqs <= 16384, "between 1 and 16384"),
             ("block_size", 1 <= self.block_size <= 1024, "between 1 and 1024"),
             ("max_num_batched_tokens", self.max_num_batched_tokens >= self.max_num_seqs, "at least max_num_seqs"),
@@ -133,10 +137,20 @@ def settings_from(**changes: Any) -> Settings:
     return Settings(**changes)
 
 
-def add_flags(parser: argparse.ArgumentParser) -> None:
-    """The fields of `Settings` as options; `model` is also the positional argument."""
+def positive(text: str) -> int:
+    """An argument's type: a whole number of at least 1."""
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not at least 1")
+    return number
+
+
+def add_flags(parser: argparse.ArgumentParser, without: Sequence[str] = ()) -> None:
+    """The fields of `Settings` as options but those `without`; `model` is also the positional argument."""
     parser.add_argument("model_positional", nargs="?", metavar="MODEL", help="the same as --model")
     for one in fields(Settings):
+        if one.name in without:
+            continue
         name = f"--{one.name.replace('_', '-')}"
         options: dict[str, Any] = {"dest": one.name, "default": argparse.SUPPRESS, "help": _help(one)}
         if one.type == "bool":
@@ -160,7 +174,8 @@ def from_arguments(arguments: argparse.Namespace) -> Settings:
 
 def non_defaults(settings: Settings) -> str:
     """One line of what differs from the defaults."""
-    changed = [(one.name, getattr(settings, one.name)) for one in fields(Settings)]
+    shown = replace(settings, api_key="***") if settings.api_key and not settings.api_key.startswith("@") else settings
+    changed = [(one.name, getattr(shown, one.name)) for one in fields(Settings)]
     defaults = {one.name: one.default for one in fields(Settings)}
     return " ".join(f"{name}={value}" for name, value in changed if value != defaults[name]) or "all defaults"
 
@@ -168,22 +183,24 @@ def non_defaults(settings: Settings) -> str:
 class Parser(argparse.ArgumentParser):
     """argparse that names the nearest flag for an unknown one and exits with 2."""
 
+    def parse(self, arguments: Sequence[str] | None) -> argparse.Namespace:
+        """As `parse_args`; an unknown option's nearest neighbour is one of the same command."""
+        given, rest = self.parse_known_args(arguments)
+        if rest:
+            unknown = rest[0].split("=")[0]
+            self.error(f"unknown argument {unknown}{_nearest(unknown, list(_options(self, given)))}")
+        return given
+
     def error(self, message: str) -> NoReturn:
-        prefix = "unrecognized arguments: "
-        if message.startswith(prefix):
-            unknown = message.removeprefix(prefix).split()[0].split("=")[0]
-            known = list(_options(self))
-            message = f"unknown argument {unknown}{_nearest(unknown, known)}"
         self.exit(2, f"{self.prog}: {message}\n")
 
 
-def _options(parser: argparse.ArgumentParser) -> Iterator[str]:
-    """Every option of the parser and of its sub-commands."""
+def _options(parser: argparse.ArgumentParser, given: argparse.Namespace) -> Iterator[str]:
+    """Every option of the parser and of the sub-command that was given."""
     for action in parser._actions:
         yield from action.option_strings
         if isinstance(action, argparse._SubParsersAction):
-            for command in action.choices.values():
-                yield from _options(command)
+            yield from _options(action.choices[getattr(given, action.dest)], given)
 
 
 def _nearest(name: str, known: Sequence[str]) -> str:

@@ -150,9 +150,11 @@ class Supervisor:
         dead = next((process for process in self.processes if process.gone or process.failed), None)
         return None if dead is None else self._death(dead)
 
-    def stop(self, timeout: float = 0.0) -> None:
-        """End: requests under way get `timeout` seconds, then each its last word; then the processes."""
-        self._end(Command("drain", timeout=timeout), timeout + GRACE)
+    def stop(self, timeout: float = 0.0, hurry: Callable[[], bool] = lambda: False) -> None:
+        """End: requests get `timeout` seconds, or until `hurry`, then each its last word; then the processes."""
+        self._tell_all(Command("drain", timeout=timeout))
+        self._wait_for_tokenizers(timeout, hurry)
+        self._end(Command("drain"), GRACE)
 
     def fail(self, reason: str) -> None:
         """A process is dead: every request gets `reason` as its last word, then all end."""
@@ -160,9 +162,9 @@ class Supervisor:
 
     def _end(self, command: Command, timeout: float) -> None:
         """The tokenizers first, since theirs is the last word; then all; what has not ended by then is killed."""
-        self._end_tokenizers(command, timeout)
-        for process in self.processes:
-            process.send(Command("stop"))
+        self._tell_all(command)
+        self._wait_for_tokenizers(timeout)
+        self._tell_all(Command("stop"))
         deadline = time.monotonic() + GRACE
         while any(p.popen.poll() is None for p in self.processes) and time.monotonic() < deadline:
             self._listen(0.02)
@@ -214,19 +216,19 @@ class Supervisor:
             self._rings,
             self.topology.count("tokenizer"),
             -1 if self._http is None else self._http.fileno(),
-            theirs.fileno(),
             self.cores,
             os.getpid() if in_main else 0,
         )
         root = str(Path(__file__).parent.parent)
         popen = subprocess.Popen(
-            [sys.executable, "-m", "proc.child", msgspec.json.encode(spec).decode()],
+            [sys.executable, "-m", "proc.child", str(theirs.fileno())],
             pass_fds=[theirs.fileno(), *self._tables, *self._rings, *([self._http.fileno()] if self._http else [])],
             env=SPIN | os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))},
             stdin=subprocess.DEVNULL,
             start_new_session=True,
         )
         theirs.close()
+        ours.sendall(msgspec.json.encode(spec) + b"\n")
         cores = [core for role in roles for core in self.cores.get(role.name, [])]
         process = Process(roles, popen, ours, cores)
         self.processes.append(process)
@@ -270,11 +272,13 @@ class Supervisor:
             return f"{names} died ({f'signal {-code}' if code < 0 else f'exit code {code}'})"
         return f"{names} died"
 
-    def _end_tokenizers(self, command: Command, timeout: float) -> None:
+    def _tell_all(self, command: Command) -> None:
         for process in self.processes:
             process.send(command)
+
+    def _wait_for_tokenizers(self, timeout: float, hurry: Callable[[], bool] = lambda: False) -> None:
         deadline = time.monotonic() + timeout
-        while not all(p.ends("tokenizer") for p in self.processes) and time.monotonic() < deadline:
+        while not all(p.ends("tokenizer") for p in self.processes) and time.monotonic() < deadline and not hurry():
             self._listen(0.05)
 
     def _kill_all(self) -> None:

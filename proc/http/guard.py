@@ -16,6 +16,8 @@ from proc.http.errors import RETRY_AFTER, HttpError, error_body, status_of
 from proc.settings import UsageError
 
 log = logging.getLogger(__name__)
+requests = logging.getLogger("sidestep.requests")
+requests.setLevel(logging.INFO)  # opted in by a flag of its own, whatever --log-level says
 OPEN = ("/health", "/ready", "/")  # asked without a key; the page holds no secret and has a field for the key
 QUIET = ("/health", "/ready", "/metrics", "/status", "/trace")  # not in the log
 LONGEST_ID = 128  # characters of an X-Request-Id that is taken over
@@ -72,7 +74,7 @@ class Guard:
         if self.log_requests and scope["path"] not in QUIET:
             seconds = time.perf_counter() - began
             hops = " ".join(f"{name} {value:.4f}" for name, value in scope["state"].get("times", {}).items())
-            log.warning("%s %s %d %.3f s %s %s", scope["method"], scope["path"], status, seconds, request_id, hops)
+            requests.info("%s %s %d %.3f s %s %s", scope["method"], scope["path"], status, seconds, request_id, hops)
 
     def _check_key(self, path: str, authorization: bytes) -> None:
         if not self.keys or path in OPEN:

@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent.parent
-SIM = ("--device", "sim", "--port", "0")
+ALONE = ("--device", "sim")
+SIM = (*ALONE, "--port", "0")
 
 
 def command(*arguments: str) -> list[str]:
@@ -39,7 +40,7 @@ def test_serve_says_that_it_is_ready_and_ends_on_a_signal(number: signal.Signals
 
 def test_generate_with_a_server_of_its_own() -> None:
     first, second = (
-        run("generate", *SIM, "--prompt", "x", "--max-tokens", "5", "--request-seed", "1") for _ in range(2)
+        run("generate", *ALONE, "--prompt", "x", "--max-tokens", "5", "--request-seed", "1") for _ in range(2)
     )
     assert first.returncode == 0 and first.stdout == second.stdout
     assert "[5 tokens, length;" in first.stderr and "device idle" in first.stderr
@@ -53,6 +54,10 @@ def test_generate_with_a_server_of_its_own() -> None:
         (("serve", *SIM, "--procs", "worker=2"), "tensor parallelism"),
         (("serve", *SIM, "--num-blocks", "3", "--max-model-len", "4000"), "does not fit the KV cache"),
         (("serve", *SIM, "--overlap-deth", "1"), "did you mean --overlap-depth"),
+        (("generate", *ALONE, "--prompt", "x", "--port", "1"), "unknown argument --port"),
+        (("generate", *ALONE, "--prompt", "x", "--address", "ipc:///nowhere"), "model and settings are its own"),
+        (("serve", *SIM, "--disable-overlap", "--overlap-depth", "2"), "--disable-overlap"),
+        (("serve", *SIM, "--chat-template", "/nowhere"), "--chat-template /nowhere"),
         (("serve", *SIM, "--zmq-address", "tcp://0.0.0.0:1"), "not on the loopback"),
     ],
 )
@@ -72,7 +77,7 @@ def test_a_broken_checkpoint_ends_with_one_clear_line(tmp_path: Path) -> None:
 
 
 def test_an_error_of_a_request_is_one_line() -> None:
-    done = run("generate", *SIM, "--prompt", "")
+    done = run("generate", *ALONE, "--prompt", "")
     assert done.returncode == 1 and done.stderr.strip().splitlines()[-1] == "sidestep: the prompt is empty"
 
 
@@ -119,7 +124,7 @@ def test_children_die_with_a_killed_supervisor_and_the_next_one_sweeps_up(run_di
             assert select.select([fd], [], [], 10.0)[0], "a child outlived its supervisor"
             os.close(fd)
     assert len(list(run_dir.iterdir())) == 1
-    assert run("generate", *SIM, "--prompt", "x", "--max-tokens", "2").returncode == 0
+    assert run("generate", *ALONE, "--prompt", "x", "--max-tokens", "2").returncode == 0
     assert not list(run_dir.iterdir())
 
 

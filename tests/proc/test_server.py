@@ -349,7 +349,7 @@ def test_a_deadline_ends_a_request_in_the_queue_and_while_it_runs() -> None:
         assert done.usage.completion_tokens == 5
         hops = [done.times[name] for name in ("tokenized", "queued", "prefill", "decode", "detokenized")]
         assert min(hops) >= 0 and sum(hops) == pytest.approx(done.times["total"], abs=1e-3)
-        assert done.times["decode"] > 4 * 0.006 and client.status()["running"] == 0
+        assert done.times["decode"] > 3 * 0.006 and client.status()["running"] == 0
 
 
 def test_a_stream_that_was_left_goes_on_elsewhere() -> None:

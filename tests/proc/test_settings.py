@@ -11,7 +11,7 @@ from proc.settings import Settings, UsageError, from_arguments, non_defaults, se
 
 
 def read(*arguments: str) -> Settings:
-    return from_arguments(parser().parse_args(["serve", *arguments]))
+    return from_arguments(parser().parse(["serve", *arguments]))
 
 
 def test_defaults_and_the_positional_model() -> None:
