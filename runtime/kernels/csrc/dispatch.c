@@ -1,0 +1,27 @@
+/* The library's one door: the kernels of an instruction set by name, best first, as far as this machine has it. */
+#include <stddef.h>
+#include <string.h>
+#include "kernels.h"
+
+static int runs(const char *name) {
+#if defined(__x86_64__)
+    __builtin_cpu_init();
+    if (!strcmp(name, "avx2")) return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+    if (!strcmp(name, "avx512"))
+        return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+               __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+#endif
+    return !strcmp(name, "portable");
+}
+
+/* NULL where there is no `index`-th that runs here. */
+const Kernels *sidestep_kernels(int32_t index) {
+    static const Kernels *const all[] = {
+#if defined(__x86_64__)
+        &kernels_avx512, &kernels_avx2,
+#endif
+        &kernels_portable};
+    for (size_t i = 0; i < sizeof all / sizeof *all; i++)
+        if (runs(all[i]->name) && index-- == 0) return all[i];
+    return NULL;
+}

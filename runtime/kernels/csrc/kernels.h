@@ -1,0 +1,63 @@
+/* What the library offers. Everything is plain C on caller-owned memory: no allocation, no torch, no globals.
+ *
+ * Weights are packed in tiles of TILE output columns, K in order (see pack.h). A row's result depends on no other row
+ * and on no number of threads: each output element is one chain of multiply-adds over K in a fixed order. */
+#ifndef SIDESTEP_KERNELS_H
+#define SIDESTEP_KERNELS_H
+#include <stdint.h>
+
+enum { TILE = 16, GROUP = 32 };                                /* output columns of a tile; weights that share a scale */
+enum { KIND_F32 = 0, KIND_BF16 = 1, KIND_INT8 = 2, KIND_INT4 = 3 }; /* of weights; KV and embeddings: the first two */
+
+typedef struct {
+    int32_t kind, n, k;   /* n outputs, k inputs (an even number) */
+    const void *data;     /* packed, with zeros beyond n up to a whole pair of tiles */
+    const float *bias;    /* as long as the packed outputs, or NULL */
+} Linear;
+
+typedef struct {
+    const float *input_norm, *post_norm; /* [hidden] */
+    const float *q_norm, *k_norm;        /* [head_dim] or NULL */
+    Linear qkv, out, gate_up, down;      /* gate_up: tiles of gate and up take turns */
+    void *keys, *values;                 /* [cells, kv_heads, head_dim] */
+} Layer;
+
+typedef struct {
+    int32_t layers, hidden, intermediate, heads, kv_heads, head_dim;
+    int32_t block_size, window;          /* window: keys that a token sees, 0 is all */
+    int32_t kv_kind, embedding_kind;
+    float eps;
+    const Layer *layer;
+    const void *embedding;               /* [vocab, hidden] */
+    const float *norm;                   /* [hidden] */
+} Model;
+
+typedef struct {
+    int32_t tokens, rows, decode;        /* T, R; the first `decode` rows have one token each */
+    int32_t pages;                       /* columns of page_table */
+    int32_t parts;                       /* room for so many parts of a decode row's keys, PART keys each */
+    const int32_t *ids, *positions;      /* [T] */
+    const int64_t *cells;                /* [T] where each token's keys and values go */
+    const float *cos, *sin;              /* [T, head_dim] */
+    const int32_t *query_lens, *seq_lens; /* [R] */
+    const int32_t *page_table;           /* [R, pages] */
+} Step;
+
+/* A decode row's keys are attended to in parts of PART, so that one long row is work for several threads. */
+enum { PART = 512 };
+
+/* Every kernel for one instruction set. `scratch` is aligned to 64 bytes and of at least the size that is told. */
+typedef struct {
+    const char *name;
+    int64_t (*scratch_size)(const Model *, int32_t tokens, int32_t rows, int32_t parts, int32_t threads);
+    void (*forward)(const Model *, const Step *, float *hidden, void *scratch, int32_t threads);
+    void (*linear)(const Linear *, const float *x, int32_t rows, float *out, void *scratch, int32_t threads);
+    void (*attend)(const Model *, const Step *, int32_t layer, const float *qkv, int32_t ld, float *out, void *scratch,
+                   int32_t threads);
+    void (*rms_norm)(const float *x, const float *weight, float eps, int32_t rows, int32_t size, float *out,
+                     int32_t threads);
+    void (*argmax)(const float *logits, int32_t rows, int32_t size, int32_t *ids, int32_t threads);
+} Kernels;
+
+extern const Kernels kernels_portable, kernels_avx2, kernels_avx512;
+#endif

@@ -1,0 +1,184 @@
+/* Packed linear layers. An element of the output is one chain over K, whatever the number of rows: a step's first
+ * thought is the memory of the weights, which are read once for all rows of a block of up to ROW_BLOCK. */
+enum { VECTORS = TILE / VL, ROW_BLOCK = 192, K_BLOCK = 2048 };
+/* Rows that one pass over the weights takes, with both tiles of a pair and with one: what the registers hold. */
+#if VL == 16
+enum { ROWS_PAIR = 12, ROWS_ONE = 0 };
+#elif VL == 8
+enum { ROWS_PAIR = 2, ROWS_ONE = 6 };
+#else
+enum { ROWS_PAIR = 1, ROWS_ONE = 3 };
+#endif
+enum { ROWS_MOST = ROWS_PAIR > ROWS_ONE ? ROWS_PAIR : ROWS_ONE, COLUMNS_MOST = 2 * VECTORS };
+
+static inline int64_t NAME(tile_bytes)(int kind, int64_t k) {
+    return kind == KIND_F32 ? k * TILE * 4 : kind == KIND_BF16 ? (k + 1) / 2 * 2 * TILE * 2
+           : kind == KIND_INT8 ? k / GROUP * (TILE * 4 + GROUP * TILE) : k / GROUP * (TILE * 8 + GROUP * TILE / 2);
+}
+#define tile_bytes NAME(tile_bytes)
+
+INLINE void NAME(add_products)(int rows, int columns, const float *x, int64_t ldx, const vf *weight,
+                               vf (*acc)[COLUMNS_MOST]) {
+#pragma GCC unroll 16
+    for (int r = 0; r < rows; r++) {
+        vf value = splat(x[r * ldx]);
+#pragma GCC unroll 8
+        for (int c = 0; c < columns; c++) acc[r][c] += value * weight[c];
+    }
+}
+
+/* acc[r][c] += sum over k of x[r][k] * w[k][c], for `rows` rows and `tiles` tiles whose weights lie `step` apart. */
+INLINE void NAME(multiply_f32)(int rows, int tiles, const float *x, int64_t ldx, const char *w, int64_t step, int k,
+                               float *out, int64_t ldo) {
+    vf acc[ROWS_MOST][COLUMNS_MOST];
+#pragma GCC unroll 16
+    for (int r = 0; r < rows; r++)
+#pragma GCC unroll 8
+        for (int c = 0; c < tiles * VECTORS; c++) acc[r][c] = load(out + r * ldo + c * VL);
+    for (int i = 0; i < k; i++) {
+        vf weight[COLUMNS_MOST];
+#pragma GCC unroll 8
+        for (int c = 0; c < tiles * VECTORS; c++)
+            weight[c] = load((const float *)(w + c / VECTORS * step) + i * TILE + c % VECTORS * VL);
+        NAME(add_products)(rows, tiles * VECTORS, x + i, ldx, weight, acc);
+    }
+#pragma GCC unroll 16
+    for (int r = 0; r < rows; r++)
+#pragma GCC unroll 8
+        for (int c = 0; c < tiles * VECTORS; c++) store(out + r * ldo + c * VL, acc[r][c]);
+}
+
+/* As above; weights in pairs along k, so that each 32-bit lane holds two of one column: the first in its lower half. */
+INLINE void NAME(multiply_bf16)(int rows, int tiles, const float *x, int64_t ldx, const char *w, int64_t step, int k,
+                                float *out, int64_t ldo) {
+    vf acc[ROWS_MOST][COLUMNS_MOST];
+#pragma GCC unroll 16
+    for (int r = 0; r < rows; r++)
+#pragma GCC unroll 8
+        for (int c = 0; c < tiles * VECTORS; c++) acc[r][c] = load(out + r * ldo + c * VL);
+    for (int i = 0; i < k; i += 2) {
+        vf weight[COLUMNS_MOST];
+        vu pair[COLUMNS_MOST];
+#pragma GCC unroll 8
+        for (int c = 0; c < tiles * VECTORS; c++) {
+            pair[c] = *(const vuu *)((const uint32_t *)(w + c / VECTORS * step) + i / 2 * TILE + c % VECTORS * VL);
+            weight[c] = (vf)(pair[c] << 16);
+        }
+        NAME(add_products)(rows, tiles * VECTORS, x + i, ldx, weight, acc);
+#pragma GCC unroll 8
+        for (int c = 0; c < tiles * VECTORS; c++) weight[c] = (vf)(pair[c] & 0xffff0000u);
+        NAME(add_products)(rows, tiles * VECTORS, x + i + 1, ldx, weight, acc);
+    }
+#pragma GCC unroll 16
+    for (int r = 0; r < rows; r++)
+#pragma GCC unroll 8
+        for (int c = 0; c < tiles * VECTORS; c++) store(out + r * ldo + c * VL, acc[r][c]);
+}
+
+#define MULTIPLY_CASES(kind)                                                                                           \
+    static void NAME(pair_##kind)(int rows, const float *x, int64_t ldx, const char *w, int64_t step, int k,           \
+                                  float *out, int64_t ldo) {                                                           \
+        switch (rows) {                                                                                                \
+            PAIR_CASES(kind)                                                                                           \
+        }                                                                                                              \
+    }                                                                                                                  \
+    static void NAME(one_##kind)(int rows, const float *x, int64_t ldx, const char *w, int k, float *out,              \
+                                 int64_t ldo) {                                                                        \
+        switch (rows) {                                                                                                \
+            ONE_CASES(kind)                                                                                            \
+        }                                                                                                              \
+    }
+#define PAIR_CASE(kind, r)                                                                                             \
+    case r: NAME(multiply_##kind)(r, 2, x, ldx, w, step, k, out, ldo); break;
+#define ONE_CASE(kind, r)                                                                                              \
+    case r: NAME(multiply_##kind)(r, 1, x, ldx, w, 0, k, out, ldo); break;
+#if VL == 16
+#define PAIR_CASES(kind)                                                                                               \
+    PAIR_CASE(kind, 1) PAIR_CASE(kind, 2) PAIR_CASE(kind, 3) PAIR_CASE(kind, 4) PAIR_CASE(kind, 5) PAIR_CASE(kind, 6)  \
+    PAIR_CASE(kind, 7) PAIR_CASE(kind, 8) PAIR_CASE(kind, 9) PAIR_CASE(kind, 10) PAIR_CASE(kind, 11)                   \
+    PAIR_CASE(kind, 12)
+#define ONE_CASES(kind)
+#elif VL == 8
+#define PAIR_CASES(kind) PAIR_CASE(kind, 1) PAIR_CASE(kind, 2)
+#define ONE_CASES(kind) ONE_CASE(kind, 3) ONE_CASE(kind, 4) ONE_CASE(kind, 5) ONE_CASE(kind, 6)
+#else
+#define PAIR_CASES(kind) PAIR_CASE(kind, 1)
+#define ONE_CASES(kind) ONE_CASE(kind, 2) ONE_CASE(kind, 3)
+#endif
+MULTIPLY_CASES(f32)
+MULTIPLY_CASES(bf16)
+
+/* Rows against one pair of tiles: out[r][0..31] += x[r] . w, in passes of as many rows as the registers hold. */
+static void NAME(multiply)(int kind, int rows, const float *x, int64_t ldx, const char *w, int64_t step, int k,
+                           float *out, int64_t ldo) {
+    while (rows > 0) {
+        int pair = ROWS_ONE == 0 || rows <= ROWS_PAIR, most = pair ? ROWS_PAIR : ROWS_ONE;
+        int now = rows < most ? rows : most;
+        for (int half = 0; half < (pair ? 1 : 2); half++) {
+            const char *part = w + half * step;
+            float *there = out + half * TILE;
+            if (pair && kind == KIND_BF16)
+                NAME(pair_bf16)(now, x, ldx, part, step, k, there, ldo);
+            else if (pair)
+                NAME(pair_f32)(now, x, ldx, part, step, k, there, ldo);
+            else if (kind == KIND_BF16)
+                NAME(one_bf16)(now, x, ldx, part, k, there, ldo);
+            else
+                NAME(one_f32)(now, x, ldx, part, k, there, ldo);
+        }
+        rows -= now, x += now * ldx, out += now * ldo;
+    }
+}
+#define multiply NAME(multiply)
+
+/* Rows from..to of x against pair `pair` of a layer, into buffer[to - from][2 * TILE]. */
+static void NAME(linear_pair)(const Linear *layer, int pair, const float *x, int64_t ldx, int from, int to,
+                              float *buffer) {
+    int64_t bytes = tile_bytes(layer->kind, layer->k);
+    const char *tiles = (const char *)layer->data + 2 * pair * bytes;
+    memset(buffer, 0, (size_t)(to - from) * 2 * TILE * sizeof(float));
+    for (int k = 0; k < layer->k; k += K_BLOCK) {
+        int now = layer->k - k < K_BLOCK ? layer->k - k : K_BLOCK;
+        multiply(layer->kind, to - from, x + from * ldx + k, ldx, tiles + tile_bytes(layer->kind, k), bytes, now, buffer,
+                 2 * TILE);
+    }
+}
+#define linear_pair NAME(linear_pair)
+
+/* What becomes of a layer's output. */
+enum { PUT = 0, ADD = 1, GATE = 2 };
+
+/* PUT: out = y + bias, over n columns. ADD: out += y + bias. GATE: out = silu(even tiles) * odd tiles, n / 2 columns. */
+static void NAME(finish)(const Linear *layer, int pair, int from, int to, const float *buffer, int how, float *out,
+                         int64_t ldo) {
+    int width = how == GATE ? TILE : 2 * TILE, left = (how == GATE ? layer->n / 2 : layer->n) - pair * width;
+    size_t size = (size_t)(left < width ? left : width) * sizeof(float);
+    for (int r = from; r < to; r++) {
+        const float *y = buffer + (r - from) * 2 * TILE;
+        float *row = out + r * ldo + pair * width, done[2 * TILE] = {0};
+        if (how == ADD) memcpy(done, row, size);
+        for (int c = 0; c < width; c += VL) {
+            vf value = load(y + c);
+            if (how == GATE)
+                value = value / (expv(-value) + 1.0f) * load(y + TILE + c);
+            else if (layer->bias)
+                value += load(layer->bias + pair * width + c);
+            store(done + c, load(done + c) + value);
+        }
+        memcpy(row, done, size);
+    }
+}
+
+static inline int NAME(pairs)(const Linear *layer) { return (layer->n + 2 * TILE - 1) / (2 * TILE); }
+
+/* A stage: every pair of tiles with every block of rows is a task. */
+static void NAME(linear_stage)(Team *team, char *mine, const Linear *layer, const float *x, int64_t ldx, int rows,
+                               int how, float *out, int64_t ldo) {
+    int blocks = (rows + ROW_BLOCK - 1) / ROW_BLOCK, tasks = NAME(pairs)(layer) * blocks;
+    for (int task = take(team); task < tasks; task = take(team)) {
+        int from = task % blocks * ROW_BLOCK, to = from + ROW_BLOCK < rows ? from + ROW_BLOCK : rows;
+        linear_pair(layer, task / blocks, x, ldx, from, to, (float *)mine);
+        NAME(finish)(layer, task / blocks, from, to, (const float *)mine, how, out, ldo);
+    }
+}
+#define linear_stage NAME(linear_stage)

@@ -1,0 +1,113 @@
+"""The C library of the CPU path, as ctypes sees it: its structures and its kernels. See csrc/kernels.h.
+
+It is built when the package is installed and uses torch's own OpenMP, so that there is one pool of threads. Without it
+(no compiler, or KERNELS=torch in the environment variable below) the torch path runs, which is the reference.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Iterator
+from ctypes import POINTER, c_char_p, c_float, c_int32, c_int64, c_void_p
+from functools import cache
+from pathlib import Path
+
+VARIABLE = "SIDESTEP_KERNELS"  # an instruction set's name, or torch; for tests and comparisons
+TILE, GROUP, PART = 16, 32, 512  # as in csrc/kernels.h
+F32, BF16, INT8, INT4 = range(4)
+
+
+class Linear(ctypes.Structure):
+    _fields_ = [("kind", c_int32), ("n", c_int32), ("k", c_int32), ("data", c_void_p), ("bias", c_void_p)]
+
+
+class Layer(ctypes.Structure):
+    _fields_ = [
+        *((name, c_void_p) for name in ("input_norm", "post_norm", "q_norm", "k_norm")),
+        *((name, Linear) for name in ("qkv", "out", "gate_up", "down")),
+        *((name, c_void_p) for name in ("keys", "values")),
+    ]
+
+
+class Model(ctypes.Structure):
+    _fields_ = [
+        *((name, c_int32) for name in ("layers", "hidden", "intermediate", "heads", "kv_heads", "head_dim")),
+        *((name, c_int32) for name in ("block_size", "window", "kv_kind", "embedding_kind")),
+        ("eps", c_float),
+        ("layer", POINTER(Layer)),
+        *((name, c_void_p) for name in ("embedding", "norm")),
+    ]
+
+
+class Step(ctypes.Structure):
+    _fields_ = [
+        *((name, c_int32) for name in ("tokens", "rows", "decode", "pages", "parts")),
+        *((name, c_void_p) for name in ("ids", "positions", "cells", "cos", "sin")),
+        *((name, c_void_p) for name in ("query_lens", "seq_lens", "page_table")),
+    ]
+
+
+_MODEL, _STEP, _LINEAR = POINTER(Model), POINTER(Step), POINTER(Linear)
+_FUNCTIONS = {
+    "scratch_size": (c_int64, _MODEL, c_int32, c_int32, c_int32, c_int32),
+    "forward": (None, _MODEL, _STEP, c_void_p, c_void_p, c_int32),
+    "linear": (None, _LINEAR, c_void_p, c_int32, c_void_p, c_void_p, c_int32),
+    "attend": (None, _MODEL, _STEP, c_int32, c_void_p, c_int32, c_void_p, c_void_p, c_int32),
+    "rms_norm": (None, c_void_p, c_void_p, c_float, c_int32, c_int32, c_void_p, c_int32),
+    "argmax": (None, c_void_p, c_int32, c_int32, c_void_p, c_int32),
+}
+
+
+class Kernels(ctypes.Structure):
+    """One instruction set's; the fields are functions."""
+
+    _fields_ = [("isa", c_char_p), *((name, ctypes.CFUNCTYPE(*types)) for name, types in _FUNCTIONS.items())]
+
+    @property
+    def name(self) -> str:
+        return str(self.isa.decode())
+
+
+def kernels() -> Kernels | None:
+    """The best that this machine runs, or the one that is named by $SIDESTEP_KERNELS; None for the torch path.
+
+    Raises `ValueError` for a name that does not run here.
+    """
+    wished = os.environ.get(VARIABLE, "")
+    if wished == "torch":
+        return None
+    found = {one.name: one for one in every()}
+    if wished and wished not in found:
+        raise ValueError(f"{VARIABLE}={wished}: this machine has {', '.join([*found, 'torch'])}")
+    return found[wished] if wished else next(iter(found.values()), None)
+
+
+def every() -> Iterator[Kernels]:
+    """All that this machine runs, the best first."""
+    library = _library()
+    if library is None:
+        return
+    index = 0
+    while found := library.sidestep_kernels(index):
+        yield found.contents
+        index += 1
+
+
+@cache
+def _library() -> ctypes.CDLL | None:
+    files = sorted(Path(__file__).parent.glob("_native*.so"))
+    if not files:
+        return None
+    ctypes.CDLL(_openmp(), ctypes.RTLD_GLOBAL)
+    library = ctypes.CDLL(str(files[0]))
+    library.sidestep_kernels.restype = POINTER(Kernels)
+    return library
+
+
+def _openmp() -> str:
+    """The OpenMP that torch has loaded; the system's where torch has none."""
+    import torch  # noqa: F401 (loads it)
+
+    with open("/proc/self/maps") as maps:
+        return next((line.split()[-1] for line in maps if "/libgomp" in line), "libgomp.so.1")

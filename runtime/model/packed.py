@@ -1,0 +1,124 @@
+"""The Llama family on the C kernels: a whole step is one call. The torch model (`llama.py`) is its reference.
+
+Weights are packed once; activations are float32 throughout, so that a step differs from the torch path's in bfloat16 by
+being more exact. Knows no slots and no plans.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from ctypes import byref
+
+import numpy as np
+import torch
+
+from runtime.batch import Batch
+from runtime.kernels.library import PART, TILE, Kernels, Layer, Model, Step
+from runtime.kernels.pack import Packed, kind_of, pack, pack_gated
+from runtime.kv_cache import KVCache
+from runtime.model.config import ModelConfig
+from runtime.model.rope import Rope
+
+Tensor = torch.Tensor
+
+
+class PackedLlama:
+    """`weights` are named as in the checkpoint, and taken out of the dictionary as they are packed.
+
+    Raises `Unsupported` for what the kernels cannot do.
+    """
+
+    def __init__(self, config: ModelConfig, weights: dict[str, Tensor], max_len: int, kernels: Kernels) -> None:
+        self.config, self.kernels, self.rope = config, kernels, Rope(config, max_len)
+        self.threads = torch.get_num_threads()
+        self.scratch = torch.empty(0, dtype=torch.uint8)
+        self.kept: list[Tensor | Packed] = []  # what the structures below point into
+        self.embedding = weights["model.embed_tokens.weight"]
+        self.dtype = self.embedding.dtype
+        self.head = pack(self.embedding if config.tied else weights.pop("lm_head.weight"))
+        self.layers = (Layer * config.num_layers)(*(self._layer(weights, i) for i in range(config.num_layers)))
+        self.model = Model(
+            layers=config.num_layers,
+            hidden=config.hidden_size,
+            intermediate=config.intermediate_size,
+            heads=config.num_heads,
+            kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            window=config.sliding_window or 0,
+            kv_kind=kind_of(self.dtype),
+            embedding_kind=kind_of(self.dtype),
+            eps=config.rms_norm_eps,
+            layer=self.layers,
+            embedding=self.embedding.data_ptr(),
+            norm=self._vector(weights["model.norm.weight"]),
+        )
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the weights as they are held."""
+        return self.embedding.nbytes + self.head.nbytes + sum(one.nbytes for one in self.kept)
+
+    def attach(self, cache: KVCache) -> None:
+        """Keys and values are kept in `cache` from now on."""
+        self.model.block_size = cache.block_size
+        for layer, keys, values in zip(self.layers, cache.keys, cache.values, strict=True):
+            layer.keys, layer.values = keys.data_ptr(), values.data_ptr()
+
+    def forward(self, batch: Batch, input_ids: np.ndarray[tuple[int], np.dtype[np.int32]]) -> Tensor:
+        """The normed states of the step's tokens, float32[T, hidden_size]; `input_ids` int32[T]."""
+        tokens, rows, window = len(input_ids), len(batch.slots), self.config.sliding_window
+        positions, reach = (torch.from_numpy(part.astype(np.int64)) for part in (batch.positions, batch.reach))
+        cos, sin = (part.contiguous() for part in self.rope.at(positions, reach, torch.float32))
+        longest = int(batch.seq_lens[: batch.num_decode].max(initial=0))
+        parts = -(-min(longest, window or longest) // PART)
+        table, arrays = np.ascontiguousarray(batch.page_table), (input_ids, batch.positions, batch.kv_cells)
+        step = Step(
+            *(tokens, rows, batch.num_decode, table.shape[1], parts),
+            *(array.ctypes.data for array in arrays),
+            *(cos.data_ptr(), sin.data_ptr()),
+            *(array.ctypes.data for array in (batch.query_lens, batch.seq_lens, table)),
+        )
+        hidden = torch.empty(tokens, self.config.hidden_size)
+        size = self.kernels.scratch_size(byref(self.model), tokens, rows, parts, self.threads)
+        self.kernels.forward(byref(self.model), byref(step), hidden.data_ptr(), self._room(size), self.threads)
+        return hidden
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """float32[S, hidden_size] to float32[S, vocab_size]."""
+        hidden = hidden.contiguous()
+        out = torch.empty(len(hidden), self.config.vocab_size)
+        room = self._room(self.kernels.scratch_size(byref(self.model), 0, 0, 0, self.threads))
+        self.kernels.linear(byref(self.head.struct), hidden.data_ptr(), len(hidden), out.data_ptr(), room, self.threads)
+        return out
+
+    def _room(self, size: int) -> int:
+        """Address of `size` bytes at a multiple of 64; kept from step to step."""
+        if self.scratch.nbytes < size + 64:
+            self.scratch = torch.empty(size + 64, dtype=torch.uint8)
+        return -(-self.scratch.data_ptr() // 64) * 64
+
+    def _layer(self, weights: dict[str, Tensor], index: int) -> Layer:
+        name = f"model.layers.{index}."
+        take: Callable[[str], Tensor] = lambda part: weights.pop(name + part)  # noqa: E731
+        qkv = torch.cat([take(f"self_attn.{part}_proj.weight") for part in "qkv"])
+        biases = [weights.pop(f"{name}self_attn.{part}_proj.bias", None) for part in "qkv"]
+        bias = torch.cat([one for one in biases if one is not None]) if biases[0] is not None else None
+        norms = (weights.pop(f"{name}self_attn.{part}_norm.weight", None) for part in "qk")
+        return Layer(
+            self._vector(take("input_layernorm.weight")),
+            self._vector(take("post_attention_layernorm.weight")),
+            *(None if norm is None else self._vector(norm) for norm in norms),
+            self._packed(pack(qkv, bias)),
+            self._packed(pack(take("self_attn.o_proj.weight"))),
+            self._packed(pack_gated(take("mlp.gate_proj.weight"), take("mlp.up_proj.weight"))),
+            self._packed(pack(take("mlp.down_proj.weight"))),
+        )
+
+    def _vector(self, tensor: Tensor) -> int:
+        self.kept.append(tensor.float().contiguous())
+        return self.kept[-1].data_ptr()
+
+    def _packed(self, packed: Packed) -> ctypes.Structure:
+        self.kept.append(packed)
+        return packed.struct
