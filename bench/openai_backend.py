@@ -1,4 +1,7 @@
-"""Any OpenAI-compatible server as the target of `sidestep bench serving`: /v1/completions, streamed. Needs aiohttp."""
+"""Any OpenAI-compatible server as the target of `bench serving` and `bench peers`: /v1/completions, streamed.
+
+Needs aiohttp.
+"""
 
 from __future__ import annotations
 
@@ -28,15 +31,17 @@ class OpenAIBackend:
         try:
             import aiohttp
         except ImportError:
-            raise UsageError("--backend openai needs aiohttp: pip install 'sidestep[bench]'") from None
+            raise UsageError("an OpenAI-compatible server needs aiohttp: pip install 'sidestep[bench]'") from None
+        # a connection for each request: llama.cpp's server closes those that it promised to keep after a stream
+        connector = aiohttp.TCPConnector(limit=0, force_close=True)
         self.session = aiohttp.ClientSession(
-            timeout=aiohttp.ClientTimeout(total=3600), connector=aiohttp.TCPConnector(limit=0), headers=self.headers
+            timeout=aiohttp.ClientTimeout(total=3600), connector=connector, headers=self.headers
         )
         try:
             models = await self._models()
         except (aiohttp.ClientError, OSError, ValueError, LookupError) as error:
             await self.session.close()
-            raise UsageError(f"--base-url {self.url}: no answer to /v1/models: {error}") from None
+            raise UsageError(f"{self.url}: no answer to /v1/models: {error}") from None
         if self.model not in (None, *models):
             await self.session.close()
             raise UsageError(f"--model {self.model}: the server has {', '.join(models)}")

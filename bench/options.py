@@ -41,6 +41,38 @@ def add_serving_flags(parser: argparse.ArgumentParser) -> None:
     add("--disable-tqdm", action="store_true", help="no progress bar")
 
 
+PEERS = """Measures running OpenAI-compatible servers side by side: the same requests to each, one server after the
+other, round after round; ratios are taken within a round. Workloads: A, 64 requests of 16 to 256 tokens, 64 tokens out,
+16 at once; B, 8 of these, one at a time; C, 64 requests of 512 tokens in common and 32 of their own, 32 out, 16 at
+once. Start the servers yourself and leave all of them running. An idle one must not spin, or it takes a core from the
+one that is measured: look at `top` first."""
+
+
+def add_peers_flags(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add(
+        "--url",
+        action="append",
+        type=named_url,
+        required=True,
+        metavar="NAME=URL",
+        help="a server and its name in the table, with or without /v1; once for each server",
+    )
+    add("--base", metavar="NAME", help="the server that the ratios are over (default: the first)")
+    add("--workload", nargs="+", choices=("A", "B", "C"), default=["A", "B", "C"], help="(default: A B C)")
+    add("--repeats", type=positive, default=3, help="rounds; the figures are medians (default: 3)")
+    add("--seed", type=int, help="of the prompts (default: new ones, which no server has in its cache from before)")
+    add("--vocab-size", type=positive, default=32_000, help="prompts are ids below it (default: 32000)")
+    add("--json", action="store_true", help="only the JSON line")
+
+
+def named_url(text: str) -> tuple[str, str]:
+    name, _, url = text.partition("=")
+    if not name or not url.startswith(("http://", "https://")):
+        raise argparse.ArgumentTypeError(f"{text} is not NAME=URL")
+    return name, url
+
+
 def add_overlap_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--workload", choices=("sharegpt-3000", "small-steps", "shared-prefix", "poisson"), default="small-steps")

@@ -13,7 +13,7 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import uvloop
@@ -105,11 +105,7 @@ async def _main(given: argparse.Namespace) -> int:
         work = [await _counted(backend, job) for job in jobs(given, await backend.vocabulary())]
         for job in work[: given.warmup_requests]:
             await backend.request(Outcome(job), not given.disable_ignore_eos)
-        before = await backend.device()
-        outcomes, seconds = await _run(backend, work, given)
-        busy, idle = (now - then for now, then in zip(await backend.device(), before, strict=True))
-        sample = await _sample(backend, outcomes, seconds, busy, idle)
-    figures = summary(sample, given)
+        figures, outcomes = await measure(backend, work, given)
     print_report(figures)
     for error, count in Counter(outcome.error for outcome in outcomes if outcome.error).items():
         print(f"{count} failed: {error}")
@@ -118,7 +114,15 @@ async def _main(given: argparse.Namespace) -> int:
     if given.output_file:
         with open(given.output_file, "a") as file:
             file.write(line + "\n")
-    return 0 if sample.completed == len(work) else 1
+    return 0 if figures["completed"] == len(work) else 1
+
+
+async def measure(backend: Backend, work: list[Job], given: argparse.Namespace) -> tuple[dict[str, Any], list[Outcome]]:
+    """Send all requests at their times: the report's figures, and each request as it went."""
+    before = await backend.device()
+    outcomes, seconds = await _run(backend, work, given)
+    busy, idle = (now - then for now, then in zip(await backend.device(), before, strict=True))
+    return summary(await _sample(backend, outcomes, seconds, busy, idle), given), outcomes
 
 
 async def _counted(backend: Backend, job: Job) -> Job:
@@ -187,10 +191,10 @@ async def _sample(backend: Backend, outcomes: list[Outcome], seconds: float, bus
         idle,
         [outcome.token_times[-1] - outcome.sent for outcome in done if outcome.token_times],
         [outcome.token_times[0] - outcome.sent for outcome in done if outcome.token_times],
-        [
-            (outcome.token_times[-1] - outcome.token_times[0]) / (len(outcome.token_times) - 1)
+        [  # by the counted tokens: an event of another server may carry several, or none
+            (outcome.token_times[-1] - outcome.token_times[0]) / (outcome.output_tokens - 1)
             for outcome in done
-            if len(outcome.token_times) > 1
+            if len(outcome.token_times) > 1 and outcome.output_tokens > 1
         ],
         [gap for outcome in done for gap in np.diff(outcome.token_times).tolist()],
     )

@@ -47,8 +47,16 @@ def _random(given: argparse.Namespace, vocab_size: int) -> list[Job]:
         return [int(n) for n in draw.integers(low, max(low, high) + 1, given.num_prompts)]
 
     inputs, outputs = lengths(given.random_input_len), lengths(given.random_output_len)
+    return random_jobs(draw, inputs, outputs, vocab_size)
+
+
+def random_jobs(
+    draw: np.random.Generator, inputs: list[int], outputs: list[int], vocab_size: int, prefix_len: int = 0
+) -> list[Job]:
+    """Prompts of random ids, `inputs` long, after `prefix_len` ids more that all have in common."""
+    prefix = draw.integers(0, vocab_size, prefix_len).tolist()
     return [
-        Job([int(token) for token in draw.integers(0, vocab_size, length)], output)
+        Job(prefix + draw.integers(0, vocab_size, length).tolist(), output)
         for length, output in zip(inputs, outputs, strict=True)
     ]
 

@@ -37,6 +37,7 @@ class Compile(msgspec.Struct, frozen=True, tag=True, array_like=True):
     tokenizer: U64
     kind: str  # a field of StructuredOutputs, or lark
     text: str  # JSON for json and choice
+    param: str  # the caller's field that asks for it
     output_ids: bytes  # <i4: already generated
 
 

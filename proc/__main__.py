@@ -81,14 +81,17 @@ def parser() -> Parser:
 
 def _add_bench(commands: Any) -> None:
     bench = commands.add_parser(
-        "bench", help="measure: bench serving, bench overlap, bench http, bench sampler, bench step"
+        "bench", help="measure: bench serving, bench peers, bench overlap, bench http, bench sampler, bench step"
     )
     kinds = bench.add_subparsers(dest="bench", required=True, metavar="KIND", parser_class=Parser)
     serving = kinds.add_parser("serving", help="requests against a running server")
-    from bench.options import add_overlap_flags, add_sampler_flags, add_serving_flags
+    from bench.options import PEERS, add_overlap_flags, add_peers_flags, add_sampler_flags, add_serving_flags
 
     add_serving_flags(serving)
     serving.set_defaults(run=_bench_serving)
+    peers = kinds.add_parser("peers", help="running OpenAI-compatible servers, side by side", description=PEERS)
+    add_peers_flags(peers)
+    peers.set_defaults(run=_bench_peers)
     overlap = kinds.add_parser("overlap", help="what overlap wins, by mode, on a simulated device")
     add_overlap_flags(overlap)
     overlap.set_defaults(run=_bench_overlap)
@@ -119,6 +122,12 @@ def _bench_serving(given: argparse.Namespace) -> int:
     from bench.serving import main as serving
 
     return serving(given)
+
+
+def _bench_peers(given: argparse.Namespace) -> int:
+    from bench.peers import main as peers
+
+    return peers(given)
 
 
 def _bench_sampler(given: argparse.Namespace) -> int:

@@ -5,7 +5,6 @@ Knows no socket of a client. A request whose grammar is being compiled is live b
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,12 +18,13 @@ from proc.conversation import Live, resolved
 from proc.output import OutputParser
 from proc.prompts import Prompts
 from proc.settings import Settings
-from proc.tools import Toolbox, Tools
+from proc.tools import Toolbox, Tools, as_json
 from runtime.reasoning import ReasoningSplit
 from runtime.tokenizer import ByteTokenizer, Tokenizer
 
 ToGrammar = Compile | Forget
 THINK = "<think>"
+LONGEST_GRAMMAR = 131_072  # characters: what compiles in a second or so, and does not hold up the masks of others
 TAIL = 8  # ids at the end of a prompt in which an open <think> stands
 
 
@@ -34,7 +34,7 @@ class Request:
 
     ids: list[int]
     params: SamplingParams  # resolved
-    grammar: tuple[str, str] | None  # (kind, text) as `Compile` has them
+    grammar: tuple[str, str, str] | None  # (kind, text, param) as `Compile` has them
     parser: OutputParser | None
 
 
@@ -71,11 +71,14 @@ class Admissions:
                 raise InvalidRequest(f"the server has no logits processor {name!r}", "logits_processors")
         box = self.tools.box(message)
         ids = self.prompts.ids(message, lambda messages: self.tools.told(messages, box))
-        grammar = ("lark", box.lark) if box and box.lark else _grammar(wishes.structured_outputs)
-        return Request(ids, resolved(wishes, self.tokenizer), grammar, self._parser(message, box, ids))
+        grammar = ("lark", box.lark, "tools") if box and box.lark else _grammar(wishes.structured_outputs)
+        if grammar and len(grammar[1]) > LONGEST_GRAMMAR:
+            raise InvalidRequest(f"{grammar[2]} has more than {LONGEST_GRAMMAR} characters", grammar[2])
+        parser = self._parser(message, box, ids, grammar is not None)
+        return Request(ids, resolved(wishes, self.tokenizer), grammar, parser)
 
-    def _parser(self, message: Generate, box: Toolbox | None, ids: list[int]) -> OutputParser | None:
-        thinks = message.separate_reasoning and self.thinks
+    def _parser(self, message: Generate, box: Toolbox | None, ids: list[int], constrained: bool) -> OutputParser | None:
+        thinks = message.separate_reasoning and self.thinks and not constrained  # a grammar leaves no room for thoughts
         if box is None and not thinks:
             return None
         opened = self.tokenizer.decode(ids[-TAIL:], skip_special=False).rstrip().endswith(THINK)
@@ -115,15 +118,17 @@ class Admissions:
         self.grammars[replica].send(Forget(number))
 
 
-def _grammar(wanted: StructuredOutputs | None) -> tuple[str, str] | None:
-    if wanted is None:
-        return None
+def _grammar(wanted: StructuredOutputs | None) -> tuple[str, str, str] | None:
+    return None if wanted is None else (*_kind_and_text(wanted), "structured_outputs")
+
+
+def _kind_and_text(wanted: StructuredOutputs) -> tuple[str, str]:
     if wanted.json_object:
         return "json_object", ""
     if wanted.json is not None:
-        return "json", wanted.json if isinstance(wanted.json, str) else json.dumps(wanted.json)
+        return "json", wanted.json if isinstance(wanted.json, str) else as_json(wanted.json, "structured_outputs")
     if wanted.choice is not None:
-        return "choice", json.dumps(wanted.choice)
+        return "choice", as_json(wanted.choice, "structured_outputs")
     if wanted.regex is not None:
         return "regex", wanted.regex
     return "grammar", wanted.grammar or ""

@@ -66,7 +66,7 @@ class Live:
         wishes = message.sampling
         self.tokenizer, self.parser = tokenizer, parser
         bytes_of = tokenizer.shown_bytes_of if wishes.skip_special_tokens else tokenizer.bytes_of
-        if parser is not None:
+        if parser is not None and wishes.skip_special_tokens:
             bytes_of = tokenizer.marked_bytes_of
         before = b"".join(bytes_of(token) for token in prompt[-CONTEXT:])
         self.client, self.message, self.prompt, self.seed = client, message, prompt, seed

@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from runtime.grammar import Grammars, Matchers
 
 log = logging.getLogger(__name__)
-FIELD = "structured_outputs"
 THREADS = max(1, (os.cpu_count() or 1) // 4)  # masks computed at once
 
 
@@ -53,7 +52,7 @@ class GrammarLoop:
         self.tokenizers: list[Sender[ToTokenizer]] = [
             Sender(address(spec.run_dir, "tokenizer", n, "in")) for n in range(spec.num_tokenizers)
         ]
-        self.owners: dict[int, int] = {}  # request → its tokenizer
+        self.owners: dict[int, Compile] = {}  # by request: those whose grammar is wanted
         self.loaded = False
         self.compiler = ThreadPoolExecutor(1, "compiler")
         self.compiled: deque[tuple[Compile, LLMatcher | Exception]] = deque()
@@ -80,6 +79,7 @@ class GrammarLoop:
             if isinstance(message, MaskOrder):
                 self.order(message)
             elif isinstance(message, Compile):
+                self.owners[message.request] = message
                 self.compiler.submit(self.compile, message)
             elif isinstance(message, Forget):
                 self.forget(message.request)
@@ -104,7 +104,11 @@ class GrammarLoop:
         self.forget(request)
         if owner is not None:
             kind = InvalidRequest if "too complex" in words else InternalError
-            self.tokenizers[owner].send(Rejected(request, kind.code, f"{FIELD}: {words}", FIELD))
+            self.reject(owner, kind.code, words)
+
+    def reject(self, message: Compile, code: str, words: str) -> None:
+        reply = Rejected(message.request, code, f"{message.param}: {words}", message.param)
+        self.tokenizers[message.tokenizer].send(reply)
 
     def forget(self, request: int) -> None:
         self.owners.pop(request, None)
@@ -112,7 +116,9 @@ class GrammarLoop:
             self.matchers.forget(request)
 
     def compile(self, message: Compile) -> None:
-        """In the compiler's thread."""
+        """In the compiler's thread, unless nobody waits for it any more."""
+        if message.request not in self.owners:
+            return
         try:
             if not self.loaded:
                 self.load()
@@ -139,15 +145,16 @@ class GrammarLoop:
             return
         while self.compiled:
             message, result = self.compiled.popleft()
-            reply: ToTokenizer = Compiled(message.request, self.index)
+            if message.request not in self.owners:
+                continue
             if isinstance(result, Exception):
                 if not isinstance(result, ValueError):
                     log.error("a grammar could not be compiled", exc_info=result)
-                reply = Rejected(message.request, InvalidRequest.code, f"{FIELD}: {result}", FIELD)
-            else:
-                self.owners[message.request] = message.tokenizer
-                self.matchers.follow(message.request, result, len(message.output_ids) // 4)
-            self.tokenizers[message.tokenizer].send(reply)
+                del self.owners[message.request]
+                self.reject(message, InvalidRequest.code, str(result))
+                continue
+            self.matchers.follow(message.request, result, len(message.output_ids) // 4)
+            self.tokenizers[message.tokenizer].send(Compiled(message.request, self.index))
 
     def command(self, command: Command) -> None:
         """Nothing to drain: it ends after the tokenizers."""

@@ -9,7 +9,7 @@ import numpy as np
 from ipc.endpoints import address
 from ipc.mask_ring import MaskRing
 from ipc.sockets import Receiver
-from proc.role import ProcessSpec
+from proc.role import Control, ProcessSpec
 from proc.settings import Settings
 from runtime.device.base import MaskSet
 from runtime.step import ID_DTYPE, SampleHalf
@@ -23,11 +23,16 @@ def ring_shape(settings: Settings) -> tuple[int, int]:
     return settings.depth + 2, settings.max_num_seqs
 
 
+class Stopped(Exception):
+    """The worker is to end; the masks do not matter any more."""
+
+
 class Halves:
     """`runtime.device.base.Masks` over a socket; used by the one thread that samples."""
 
     def __init__(self, spec: ProcessSpec, index: int) -> None:
         self.spec, self.index, self.closed = spec, index, False
+        self.control: Control | None = None
         self.inbox: Receiver[SampleHalf] = Receiver(address(spec.run_dir, "worker", index, "halves"), SampleHalf)
         self.ring: MaskRing
 
@@ -37,10 +42,13 @@ class Halves:
         return self
 
     def wait(self, step: int) -> MaskSet:
+        """Raises `TimeoutError`, and `Stopped` where the role is told to stop meanwhile."""
         deadline = time.monotonic() + LONGEST
         while (half := self.inbox.receive(SLICE)) is None:
-            if self.closed or time.monotonic() > deadline:
-                raise TimeoutError(f"the masks of step {step} have not come")
+            if self.closed or (self.control is not None and self.control.stopping):
+                raise Stopped
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"the grammar process has not sent the masks of step {step}")
         if half.step != step:
             raise RuntimeError(f"masks of step {half.step} came, those of step {step} were due")
         rows = np.frombuffer(half.rows, ID_DTYPE).astype(np.int64)

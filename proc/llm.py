@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
 from ipc.client import Client, Stream
 from ipc.exchange import Completion
-from ipc.messages import Logprob, ToolCall
+from ipc.messages import Logprob
 from ipc.sampling_params import SamplingParams
 from proc.settings import settings_from
 from proc.supervisor import Supervisor
@@ -28,8 +28,6 @@ class CompletionOutput:
     finish_reason: str
     stop_reason: int | str | None
     logprobs: list[dict[int, Logprob]] | None = None  # for each token: itself and the most likely ids
-    reasoning: str = ""
-    tool_calls: list[ToolCall] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -155,8 +153,6 @@ def _output(prompt: Any, answers: list[Completion], params: SamplingParams) -> R
             answer.finish_reason,
             answer.stop_reason,
             None if params.logprobs is None else [_by_token(one) for one in answer.logprobs],
-            answer.reasoning,
-            answer.tool_calls,
         )
         for index, answer in enumerate(answers)
     ]

@@ -54,6 +54,11 @@ class Control:
         self._commands.append(command)
         os.eventfd_write(self.fd, 1)
 
+    @property
+    def stopping(self) -> bool:
+        """Whether a stop is among the commands that have not been taken."""
+        return any(command.kind == "stop" for command in self._commands)
+
     def take(self) -> list[Command]:
         try:
             os.eventfd_read(self.fd)

@@ -37,6 +37,7 @@ from runtime.scheduler import Outputs, Scheduler
 from runtime.step import MaskOrder, StepPlan, StepResult
 
 log = logging.getLogger(__name__)
+COLDEST = 1e-5  # temperatures below it are greedy, as in vLLM
 TURN = 64  # messages taken between two plans
 
 
@@ -183,17 +184,18 @@ class SchedulerLoop:
         prompt, output = (np.frombuffer(ids, "<i4") for ids in (message.prompt_ids, message.output_ids))
         stops = np.array(params.stop_token_ids, np.int64)
         allowed, biased = (np.array(list(ids), np.int64) for ids in (params.allowed_token_ids, params.logit_bias))
-        for param, ids in (
-            ("prompt", prompt),
-            ("output_ids", output),
-            ("stop_token_ids", stops),
-            ("allowed_token_ids", allowed),
-            ("logit_bias", biased),
+        drawable = message.vocab or self.vocab_size
+        for param, ids, most in (
+            ("prompt", prompt, self.vocab_size),
+            ("output_ids", output, self.vocab_size),
+            ("stop_token_ids", stops, self.vocab_size),
+            ("allowed_token_ids", allowed, drawable),
+            ("logit_bias", biased, self.vocab_size),
         ):
-            if ((ids < 0) | (ids >= self.vocab_size)).any():
-                raise AdmissionError(param, f"token ids must be between 0 and {self.vocab_size - 1}")
+            if ((ids < 0) | (ids >= most)).any():
+                raise AdmissionError(param, f"token ids must be between 0 and {most - 1}")
         sampling = Sampling(
-            1.0 if params.temperature is None else params.temperature,
+            1.0 if params.temperature is None else params.temperature if params.temperature >= COLDEST else 0.0,
             min(max(params.top_k or 0, 0), self.vocab_size),
             1.0 if params.top_p is None else params.top_p,
             params.min_p or 0.0,

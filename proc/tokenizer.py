@@ -17,6 +17,7 @@ from ipc.endpoints import address
 from ipc.errors import (
     Aborted,
     DuplicateId,
+    InternalError,
     InvalidRequest,
     ModelNotFound,
     ProcessDied,
@@ -139,6 +140,9 @@ class TokenizerLoop:
             self.refuse(client, frame, error)
         except TextError as error:
             self.refuse(client, frame, InvalidRequest(str(error), error.param))
+        except Exception:  # a fault of ours; it costs this request alone
+            log.exception("a message of a client could not be answered")
+            self.refuse(client, frame, InternalError("the server could not make sense of this message"))
 
     def refuse(self, client: bytes, frame: bytes, error: SidestepError) -> None:
         log.debug("refused: %s", error)

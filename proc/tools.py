@@ -106,8 +106,15 @@ def _forced(functions: list[dict[str, Any]], choice: str | dict[str, Any]) -> li
 
 def _with_objects(message: Message) -> Message:
     """Earlier calls with their arguments as objects, which is what templates take."""
-    calls = message.get("tool_calls")
+    calls = _calls(message)
     return message | {"tool_calls": [_object(call) for call in calls]} if calls else message
+
+
+def _calls(message: Message) -> list[Any]:
+    calls = message.get("tool_calls")
+    if not isinstance(calls, list | None):
+        raise InvalidRequest("tool_calls of a message must be a list", "messages")
+    return calls or []
 
 
 def _object(call: Any) -> Any:
@@ -127,19 +134,27 @@ def _in_words(message: Message) -> Message:
     """Earlier calls and results as the Hermes format writes them."""
     if message["role"] == "tool":
         return {"role": "user", "content": f"<tool_response>\n{message['content']}\n</tool_response>"}
-    calls = message.get("tool_calls")
+    calls = _calls(message)
     if not calls:
         return message
     lines = [message["content"]] if message["content"] else []
     for call in map(_object, calls):
         function = {"name": call["function"]["name"], "arguments": call["function"]["arguments"]}
-        lines.append(f"<tool_call>\n{json.dumps(function, ensure_ascii=False)}\n</tool_call>")
+        lines.append(f"<tool_call>\n{as_json(function, 'messages')}\n</tool_call>")
     return {"role": message["role"], "content": "\n".join(lines)}
+
+
+def as_json(value: Any, param: str) -> str:
+    """Raises `InvalidRequest` for what JSON cannot hold, such as bytes, which msgpack can."""
+    try:
+        return json.dumps(value, ensure_ascii=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise InvalidRequest(f"{param}: {error}", param) from None
 
 
 def _described(messages: list[Message], tools: list[dict[str, Any]]) -> list[Message]:
     """With the functions in the system message, which is the first."""
-    words = DESCRIPTION.format(functions="\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools))
+    words = DESCRIPTION.format(functions="\n".join(as_json(tool, "tools") for tool in tools))
     first, *rest = messages
     if first["role"] == "system":
         return [first | {"content": f"{first['content']}\n\n{words}"}, *rest]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any
 
 from ipc.endpoints import address
@@ -9,7 +10,7 @@ from ipc.internal import Alive
 from ipc.sockets import Receiver, Sender
 from ipc.token_table import Shape, TokenTable
 from proc.devices import build, num_slots
-from proc.halves import Halves
+from proc.halves import Halves, Stopped
 from proc.role import Command, Poller, ProcessSpec
 from proc.settings import Settings
 from runtime.device.base import Device, DeviceInfo
@@ -57,15 +58,17 @@ class Worker:
     def turn(self, poller: Poller) -> None:
         """Wait for a plan and run all that are there; without one, say that this process lives."""
         assert self.device is not None
+        self.halves.control = poller.control
         poller.wait()
         if self.device.failed is not None:
             raise self.device.failed
         plan = self.plans.receive(0)
         if plan is None:
             self.results.send(Alive())
-        while plan is not None:
-            self.device.launch(plan, self.results.send)
-            plan = self.plans.receive(0)
+        with suppress(Stopped):
+            while plan is not None:
+                self.device.launch(plan, self.results.send)
+                plan = self.plans.receive(0)
 
     def command(self, command: Command) -> None:
         """A worker has nothing to drain: it ends after its scheduler."""

@@ -15,7 +15,7 @@ from typing import Any, cast
 
 import numpy as np
 from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
-from llguidance.gbnf_to_lark import gbnf_to_lark
+from llguidance.gbnf_to_lark import GbnfToLarkError, gbnf_to_lark
 from llguidance.numpy import fill_next_token_bitmask_par
 from numpy.typing import NDArray
 
@@ -86,7 +86,7 @@ def source(kind: str, text: str) -> str:
             return LLMatcher.grammar_from_regex(text)
         is_ebnf = kind == "grammar" and "::=" in text
         return LLMatcher.grammar_from_lark(gbnf_to_lark(text) if is_ebnf else text)
-    except (ValueError, RecursionError) as error:
+    except (ValueError, RecursionError, GbnfToLarkError) as error:
         raise GrammarError(str(error)[:LONGEST_WORDS]) from None
 
 

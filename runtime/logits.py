@@ -79,7 +79,7 @@ def _process(logits: Tensor, row: int, edits: Edits, name: str, processor: Proce
     assert edits.history is not None
     try:
         changed = processor(edits.history.prompt, edits.history.output, logits[row].clone())
-        if changed.shape != logits[row].shape or changed.isnan().any() or not changed.isfinite().any():
+        if changed.shape != logits[row].shape or not (changed < torch.inf).all() or not changed.isfinite().any():
             raise ValueError("it returned no logits that a token could be drawn from")
         logits[row] = changed
     except Exception:  # whatever a user's code may raise

@@ -75,7 +75,9 @@ def _draw(logits: Tensor, wish: _Wish) -> Tensor:
     """int64[n]: first for the rows that their best ids decide, then for those that need all."""
     best = logits.amax(-1)
     drawn = torch.full((len(logits),), -1)
-    few = ((wish.top_k <= FEW) | ((wish.top_p < 1) & (wish.top_k == OFF))).nonzero()[:, 0]
+    wrong = ~best.isfinite()  # a model that overflowed; the row has no distribution
+    drawn[wrong] = logits[wrong].nan_to_num(nan=-torch.inf).argmax(-1)
+    few = (~wrong & ((wish.top_k <= FEW) | ((wish.top_p < 1) & (wish.top_k == OFF)))).nonzero()[:, 0]
     if len(few):
         _by_best(logits[few], best[few], wish.at(few), few, drawn)
     rest = (drawn < 0).nonzero()[:, 0]
@@ -99,6 +101,7 @@ def _by_best(logits: Tensor, best: Tensor, wish: _Wish, rows: Tensor, drawn: Ten
     stays = (weights > 0) & _within(weights, total, wish)
     cutoff = values.masked_fill(~stays, torch.inf).amin(-1)
     certain = (values[:, -1] < torch.where(limited, torch.minimum(cutoff, kth), cutoff)) | (width == logits.shape[1])
+    certain |= values[:, -1] == -torch.inf  # all that may be drawn is among them
     weights *= values >= cutoff[:, None]
     ids, order = ids[certain].sort(-1)
     at = _inverse(weights[certain].gather(-1, order), wish.uniform[certain])[0]

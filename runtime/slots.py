@@ -57,7 +57,8 @@ class Slots:
         self.num_computed[slot] = self.num_pages[slot] = self.num_cached[slot] = 0
         self.num_prompt[slot] = len(request.prompt_ids)
         self.limit[slot] = limit
-        self.min_stop[slot] = len(request.prompt_ids) + request.sampling.min_tokens
+        least = 0 if request.sampling.constrained else request.sampling.min_tokens  # a grammar's end is the answer's
+        self.min_stop[slot] = len(request.prompt_ids) + least
         self.last_step[slot] = -1
         self.priority[slot] = request.priority
         self.arrival[slot] = arrival

@@ -93,8 +93,12 @@ class Tokenizer:
 
         Control tokens in a message's text stay text. Raises `TextError`, in the template's words if it refuses.
         """
-        masked: list[dict[str, Any]] = self._masked(messages)
-        text = self.render(masked, add_generation_prompt, **self._masked(variables))
+        try:
+            masked: list[dict[str, Any]] = self._masked(messages)
+            variables = self._masked(variables)
+        except RecursionError:
+            raise TextError("messages", "the messages are nested too deeply") from None
+        text = self.render(masked, add_generation_prompt, **variables)
         if continued:
             last = str(masked[-1].get("content")).strip()
             text = text[: text.rindex(last) + len(last)] if last in text else text

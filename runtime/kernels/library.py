@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from ctypes import POINTER, c_char_p, c_float, c_int32, c_int64, c_void_p
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 VARIABLE = "SIDESTEP_KERNELS"  # an instruction set's name, or torch; for tests and comparisons
 TILE, GROUP, PART = 16, 32, 512  # as in csrc/kernels.h
@@ -49,7 +50,7 @@ class Step(ctypes.Structure):
 
 
 _MODEL, _STEP, _LINEAR = POINTER(Model), POINTER(Step), POINTER(Linear)
-_FUNCTIONS = {
+_FUNCTIONS: dict[str, tuple[Any, ...]] = {
     "scratch_size": (c_int64, _MODEL, c_int32, c_int32, c_int32, c_int32),
     "forward": (None, _MODEL, _STEP, c_void_p, c_void_p, c_int32),
     "linear": (None, _LINEAR, c_void_p, c_int32, c_void_p, c_void_p, c_int32),

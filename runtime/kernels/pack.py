@@ -33,7 +33,8 @@ class Packed:
 
 def pack(weight: Tensor, bias: Tensor | None = None) -> Packed:
     """`weight` [n, k] in float32 or bfloat16. Raises `Unsupported`."""
-    return Packed(_tiles(_padded(weight)), *weight.shape, kind_of(weight.dtype), bias)
+    n, k = weight.shape
+    return Packed(_tiles(_padded(weight)), n, k, kind_of(weight.dtype), bias)
 
 
 def pack_gated(gate: Tensor, up: Tensor) -> Packed:

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from runtime.batch import Batch
-from runtime.kernels.library import PART, TILE, Kernels, Layer, Model, Step
+from runtime.kernels.library import PART, Kernels, Layer, Model, Step
 from runtime.kernels.pack import Packed, kind_of, pack, pack_gated
 from runtime.kv_cache import KVCache
 from runtime.model.config import ModelConfig
@@ -116,8 +116,9 @@ class PackedLlama:
         )
 
     def _vector(self, tensor: Tensor) -> int:
-        self.kept.append(tensor.float().contiguous())
-        return self.kept[-1].data_ptr()
+        vector = tensor.float().contiguous()
+        self.kept.append(vector)
+        return vector.data_ptr()
 
     def _packed(self, packed: Packed) -> ctypes.Structure:
         self.kept.append(packed)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import random
 import signal
@@ -20,7 +21,7 @@ from ipc.client import Client
 from ipc.endpoints import discover
 from ipc.internal import Admit
 from ipc.messages import decode_to_client
-from ipc.sampling_params import SamplingParams
+from ipc.sampling_params import SamplingParams, StructuredOutputs
 from ipc.sockets import Sender
 from proc.settings import Settings, UsageError
 from proc.supervisor import Supervisor
@@ -392,3 +393,29 @@ def test_starts_that_must_fail() -> None:
         start(zmq_address="tcp://0.0.0.0:5555")
     with start(zmq_address="tcp://127.0.0.1:0") as server, pytest.raises(UsageError, match="in use"):
         start(zmq_address=server.addresses[0])
+
+
+DEEP: dict[str, Any] = {}
+for _ in range(900):
+    DEEP = {"a": DEEP}
+USER = {"role": "user", "content": "x"}
+
+
+HOSTILE: list[dict[str, Any]] = [
+    {"messages": [{"role": "assistant", "content": "", "tool_calls": 5}]},
+    {"messages": [{"role": "assistant", "content": "", "tool_calls": {"a": 1}}]},
+    {"messages": [USER | {"y": DEEP}]},
+    {"messages": [USER], "tools": [{"type": "function", "function": {"name": "f", "parameters": {"a": b"b"}}}]},
+    {"messages": [USER], "tools": [{"type": "function", "function": {"name": "f", "description": b"b"}}]},
+    {"messages": [USER], "structured_outputs": StructuredOutputs(json={"a": b"b"})},
+    {"messages": [USER], "chat_template_kwargs": {"a": DEEP}},
+]
+
+
+def test_what_a_message_holds_costs_its_request_alone() -> None:
+    with start() as server, Client(server.addresses[0]) as client:
+        for fields in HOSTILE:
+            with contextlib.suppress(errors.InvalidRequest):
+                client.chat(**fields, max_tokens=2, timeout=20.0)
+            after = client.generate("x", max_tokens=2, ignore_eos=True, timeout=20.0)
+            assert after.usage.completion_tokens == 2

@@ -112,7 +112,7 @@ def test_an_answer_can_be_resumed_in_its_grammar(llm: LLM) -> None:
         ({"regex": "(?=a)"}, "look-around"),
         ({"regex": "("}, "regex"),
         ({"grammar": "start: nothing"}, "unknown name"),
-        ({"json": {"enum": [f"value number {n} of many" for n in range(100_000)]}}, "too big"),
+        ({"choice": ["x" * 131_072]}, "more than 131072 characters"),
         ({"choice": []}, "choice"),
         ({}, "exactly one"),
         ({"regex": "a", "choice": ["a"]}, "exactly one"),
@@ -126,7 +126,7 @@ def test_what_cannot_be_is_refused_with_the_place(llm: LLM, wish: dict[str, Any]
 
 def test_aborted_and_finished_requests_leave_no_matcher(llm: LLM) -> None:
     """Aborted while compiling, while running, and at the end; then all slots are free and answers still come."""
-    slow = {"enum": [f"value number {n} of many" for n in range(20_000)]}
+    slow = {"enum": [f"value number {n} of many" for n in range(4_000)]}
     with pytest.raises(Aborted):
         stream = llm.client.stream("x", structured_outputs=StructuredOutputs(json=slow))
         threading.Timer(0.01, stream.close).start()
@@ -151,3 +151,27 @@ def test_a_grammar_that_becomes_too_complex_ends_its_request_alone(llm: LLM) -> 
     with pytest.raises(InvalidRequest, match="too complex"):
         llm.client.generate("x", seed=1, structured_outputs=StructuredOutputs(json=complex_one))
     assert sum(len(chunk.ids) for chunk in neighbour) == 300
+
+
+def test_where_the_grammar_ends_so_does_the_answer(llm: LLM) -> None:
+    wish = StructuredOutputs(regex="ab")
+    answer = llm.client.generate("x", structured_outputs=wish, min_tokens=9, max_tokens=9)
+    assert answer.text == "ab" and answer.finish_reason == "stop" and answer.usage.completion_tokens == 3
+
+
+def test_a_grammar_leaves_no_room_for_thoughts() -> None:
+    with LLM(device="sim", reasoning_parser="think") as one:
+        wish = StructuredOutputs(choice=["yes", "no"])
+        answer = one.client.generate("well<think>", structured_outputs=wish, separate_reasoning=True, max_tokens=20)
+        assert answer.text in ("yes", "no") and not answer.reasoning
+
+
+def test_what_nobody_waits_for_is_not_compiled(llm: LLM) -> None:
+    """A large grammar takes above half a second here; six that were given up hold up nobody."""
+    client = llm.client
+    for number in range(6):
+        choice = [f"{number} and {n}" for n in range(8_000)]
+        client.stream("x", structured_outputs=StructuredOutputs(choice=choice), max_tokens=2).close()
+    began = time.monotonic()
+    client.generate("x", structured_outputs=StructuredOutputs(choice=["c"]), max_tokens=4)
+    assert time.monotonic() - began < 4

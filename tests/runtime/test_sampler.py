@@ -217,3 +217,34 @@ def test_logprobs_are_the_models_own() -> None:
     assert np.allclose(values, expected[0, ids.astype(np.int64)], atol=1e-5)
     assert np.frombuffer(first.ranks, "<i4")[0] == (expected[0] > expected[0, int(drawn[0])]).sum() + 1
     assert np.frombuffer(last.ids, "<i4").tolist() == [drawn[2]]
+
+
+EXTREMES = [
+    {"temperature": 1e-5},
+    {"temperature": 100.0},
+    {"repetition_penalty": 0.001},
+    {"repetition_penalty": 1000.0},
+    {"min_p": 1.0},
+    {"top_p": 1e-12},
+    {"top_k": 300, "allowed_ids": (3, 4)},
+    {"frequency_penalty": 2.0, "presence_penalty": -2.0, "logit_bias": ((1, -100.0), (2, 100.0))},
+]
+
+
+@pytest.mark.parametrize("fields", EXTREMES)
+@pytest.mark.parametrize("scale", [1e-3, 1.0, 1e4])
+def test_whatever_is_asked_an_id_of_the_vocabulary_is_drawn(fields: dict[str, Any], scale: float) -> None:
+    logits = torch.from_numpy(np.random.default_rng(2).normal(0, scale, (8, 300)).astype(np.float32))
+    wishes = (Sampling(**({"temperature": 1.0, "vocab": 290} | fields), seed=row) for row in range(8))
+    drawn = sample(logits, how(*wishes, ids=[1, 2, 2, 5]))
+    assert ((drawn >= 0) & (drawn < 290)).all()
+    if "allowed_ids" in fields:
+        assert set(drawn.tolist()) <= {3, 4}
+
+
+def test_a_row_without_a_distribution_gives_an_id_all_the_same() -> None:
+    logits = torch.zeros(3, 6)
+    logits[0] = torch.nan
+    logits[1, 2], logits[1, 3] = torch.inf, torch.nan
+    drawn = sample(logits, seeded(3))
+    assert ((drawn >= 0) & (drawn < 6)).all() and drawn[1] == 2
