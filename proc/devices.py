@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ipc.token_table import TokenTable
 from proc.halves import Halves
@@ -22,6 +22,10 @@ from runtime.device.roofline import roofline
 from runtime.device.sim import HashModel, SimDevice
 from runtime.device.timed import TimedSimDevice
 from runtime.tokenizer import ByteTokenizer
+
+if TYPE_CHECKING:
+    from runtime.device.cpu import CpuModel
+    from runtime.model.config import ModelConfig
 
 SIM_BLOCKS, SIM_MODEL_LEN = 8192, 4096
 
@@ -88,7 +92,6 @@ def _cpu(settings: Settings, folder: Path | None, table: TokenTable, halves: Hal
     from runtime.device.cpu import CpuDevice
     from runtime.kv_cache import bytes_per_block
     from runtime.model.config import read_config
-    from runtime.model.llama import Llama
     from runtime.model.weights import dummy_weights, load_weights
 
     config = read_config(folder)
@@ -102,11 +105,32 @@ def _cpu(settings: Settings, folder: Path | None, table: TokenTable, halves: Hal
     blocks = settings.num_blocks or _blocks_that_fit(settings, block, config.max_model_len)
     longest = model_len(settings, config.max_model_len, blocks)
     masks, processors = halves.open(config.vocab_size), _processors(settings.processors)
-    device = CpuDevice(Llama(config, weights, longest), _tables(settings, longest), table, masks, blocks, processors)
     weight_bytes = sum(tensor.nbytes for tensor in weights.values())
-    words = f"cpu, {str(dtype).removeprefix('torch.')}, {torch.get_num_threads()} threads"
+    model, path = _model(config, weights, longest)
+    device = CpuDevice(model, _tables(settings, longest), table, masks, blocks, processors)
+    words = f"cpu, {str(dtype).removeprefix('torch.')}, {torch.get_num_threads()} threads, {path}"
     shared = config.shares_prefixes
     return Built(device, DeviceInfo(blocks, longest, config.vocab_size, weight_bytes, blocks * block, shared, words))
+
+
+def _model(config: ModelConfig, weights: dict[str, Any], longest: int) -> tuple[CpuModel, str]:
+    """On the C kernels where there are some for it, else in torch; and which path that is."""
+    from runtime.kernels.library import kernels
+    from runtime.kernels.pack import Unsupported
+    from runtime.model.llama import Llama
+    from runtime.model.on_torch import TorchModel
+    from runtime.model.packed import PackedLlama
+
+    try:
+        found = kernels()
+        if found is not None:
+            return PackedLlama(config, weights, longest, found), f"{found.name} kernels"
+        path = "plain torch"
+    except Unsupported as error:
+        path = f"plain torch (no kernels for {error})"
+    except ValueError as error:
+        raise UsageError(str(error)) from None
+    return TorchModel(Llama(config, weights, longest)), path
 
 
 def _processors(named: dict[str, str]) -> dict[str, Any]:

@@ -1,22 +1,39 @@
-"""The CPU as a device: a Llama-family model in torch over paged KV. Computes when launched and reports at once."""
+"""The CPU as a device: a model over paged KV, on the C kernels or in torch. Computes when launched, reports at once."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from typing import Protocol
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
-from runtime.attention.cpu import CpuAttention
 from runtime.batch import Batch, SlotTables
 from runtime.device.base import Masks, MaskSet, Tokens
 from runtime.kv_cache import KVCache
 from runtime.logits import Processor
 from runtime.logprobs import Raw, of_prompts
-from runtime.model.llama import Llama
+from runtime.model.config import ModelConfig
 from runtime.sampler import sample
 from runtime.step import Logprobs, StepPlan, StepResult
+
+
+class CpuModel(Protocol):
+    """`runtime.model.packed.PackedLlama`, and its reference `runtime.model.on_torch.TorchModel`."""
+
+    config: ModelConfig
+    dtype: torch.dtype  # of keys and values
+
+    def attach(self, cache: KVCache) -> None:
+        """Keys and values are kept in `cache` from now on."""
+
+    def forward(self, batch: Batch, input_ids: NDArray[np.int32]) -> torch.Tensor:
+        """The normed states of the step's tokens, [T, hidden_size]; `input_ids` int32[T]."""
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[S, hidden_size] to float32[S, vocab_size]."""
 
 
 class CpuDevice:
@@ -26,7 +43,7 @@ class CpuDevice:
 
     def __init__(
         self,
-        model: Llama,
+        model: CpuModel,
         tables: SlotTables,
         tokens: Tokens,
         masks: Masks,
@@ -37,8 +54,9 @@ class CpuDevice:
         self.num_blocks, self.processors = num_blocks, processors
         config = model.config
         self.cache = KVCache(
-            config.num_layers, num_blocks, tables.block_size, config.num_kv_heads, config.head_dim, model.head.dtype
+            config.num_layers, num_blocks, tables.block_size, config.num_kv_heads, config.head_dim, model.dtype
         )
+        model.attach(self.cache)
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan, done: Callable[[StepResult], None]) -> None:
@@ -61,11 +79,9 @@ class CpuDevice:
 
     def _forward(self, batch: Batch) -> torch.Tensor:
         """The states of the step's tokens, [T, hidden_size]."""
-        ids = batch.input_ids.astype(np.int64)
+        ids = batch.input_ids.copy()
         ids[: batch.num_decode] = self.tokens.next[batch.slots[: batch.num_decode]]
-        attention = CpuAttention(batch, self.cache, self.model.config.sliding_window)
-        positions, reach = (torch.from_numpy(part.astype(np.int64)) for part in (batch.positions, batch.reach))
-        return self.model.forward(torch.from_numpy(ids), positions, reach, attention)
+        return self.model.forward(batch, ids)
 
     def _sample(self, batch: Batch, hidden: torch.Tensor, masks: MaskSet | None) -> list[Logprobs]:
         """Draw and publish; the log probabilities that were asked for."""

@@ -60,9 +60,8 @@ def _tiles(weight: Tensor) -> Tensor:
     n, k = weight.shape
     if k % 2:
         raise Unsupported(f"an odd number of inputs, {k}")
-    if weight.dtype == torch.float32:
-        return weight.view(n // TILE, TILE, k).transpose(1, 2)
-    return weight.view(n // TILE, TILE, k // 2, 2).transpose(1, 2)
+    lanes = weight.contiguous().view(torch.int32)  # pairs move as one
+    return lanes.view(n // TILE, TILE, -1).transpose(1, 2)
 
 
 def _resident(tensor: Tensor) -> Tensor:

@@ -12,10 +12,11 @@ from ctypes import byref
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from runtime.batch import Batch
 from runtime.kernels.library import PART, Kernels, Layer, Model, Step
-from runtime.kernels.pack import Packed, kind_of, pack, pack_gated
+from runtime.kernels.pack import Packed, Unsupported, kind_of, pack, pack_gated
 from runtime.kv_cache import KVCache
 from runtime.model.config import ModelConfig
 from runtime.model.rope import Rope
@@ -26,7 +27,7 @@ Tensor = torch.Tensor
 class PackedLlama:
     """`weights` are named as in the checkpoint, and taken out of the dictionary as they are packed.
 
-    Raises `Unsupported` for what the kernels cannot do.
+    Raises `Unsupported` for what the kernels cannot do; nothing has been taken then.
     """
 
     def __init__(self, config: ModelConfig, weights: dict[str, Tensor], max_len: int, kernels: Kernels) -> None:
@@ -34,6 +35,7 @@ class PackedLlama:
         self.threads = torch.get_num_threads()
         self.scratch = torch.empty(0, dtype=torch.uint8)
         self.kept: list[Tensor | Packed] = []  # what the structures below point into
+        _check(config, weights)
         self.embedding = weights["model.embed_tokens.weight"]
         self.dtype = self.embedding.dtype
         self.head = pack(self.embedding if config.tied else weights.pop("lm_head.weight"))
@@ -65,7 +67,7 @@ class PackedLlama:
         for layer, keys, values in zip(self.layers, cache.keys, cache.values, strict=True):
             layer.keys, layer.values = keys.data_ptr(), values.data_ptr()
 
-    def forward(self, batch: Batch, input_ids: np.ndarray[tuple[int], np.dtype[np.int32]]) -> Tensor:
+    def forward(self, batch: Batch, input_ids: NDArray[np.int32]) -> Tensor:
         """The normed states of the step's tokens, float32[T, hidden_size]; `input_ids` int32[T]."""
         tokens, rows, window = len(input_ids), len(batch.slots), self.config.sliding_window
         positions, reach = (torch.from_numpy(part.astype(np.int64)) for part in (batch.positions, batch.reach))
@@ -123,3 +125,14 @@ class PackedLlama:
     def _packed(self, packed: Packed) -> ctypes.Structure:
         self.kept.append(packed)
         return packed.struct
+
+
+def _check(config: ModelConfig, weights: dict[str, Tensor]) -> None:
+    """Raises `Unsupported` before anything is packed."""
+    for dtype in {tensor.dtype for tensor in weights.values()}:
+        kind_of(dtype)
+        if dtype != weights["model.embed_tokens.weight"].dtype:
+            raise Unsupported("weights of several types")
+    for name in ("hidden_size", "intermediate_size", "head_dim"):
+        if getattr(config, name) % 2:
+            raise Unsupported(f"an odd {name}")

@@ -16,9 +16,12 @@ import torch
 
 import runtime.device.cpu as cpu
 from runtime.batch import SlotTables
+from runtime.kernels.library import every
 from runtime.limits import Limits
 from runtime.model.config import ModelConfig
 from runtime.model.llama import Llama
+from runtime.model.on_torch import TorchModel
+from runtime.model.packed import PackedLlama
 from runtime.model.weights import expected_shapes
 from runtime.request import Request
 from runtime.slot_sampling import SampleBatch
@@ -28,23 +31,28 @@ CONFIG = ModelConfig("LlamaForCausalLM", 64, 32, 48, 2, 4, 2, 8, 128, 1e-5, 1e4)
 LIMITS = Limits(num_blocks=256, block_size=4, max_model_len=96, max_num_seqs=8, max_num_batched_tokens=128, depth=0)
 
 
-def tiny_model() -> Llama:
+def weights() -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(2)
-    shapes = expected_shapes(CONFIG)
-    return Llama(CONFIG, {name: torch.randn(shape, generator=generator) * 0.4 for name, shape in shapes.items()}, 128)
+    return {name: torch.randn(shape, generator=generator) * 0.4 for name, shape in expected_shapes(CONFIG).items()}
+
+
+def models() -> dict[str, cpu.CpuModel]:
+    """The torch path, and the C kernels for each instruction set of this machine."""
+    packed = {one.name: PackedLlama(CONFIG, weights(), 128, one) for one in every()}
+    return {"torch": TorchModel(Llama(CONFIG, weights(), 128)), **packed}
 
 
 class CpuEngine(Engine):
     """`Engine` with the CPU device in place of the simulated one."""
 
-    def __init__(self, limits: Limits, seed: int = 0) -> None:
+    def __init__(self, limits: Limits, seed: int = 0, path: str = "torch") -> None:
         super().__init__(limits, seed)
         pages = -(-limits.max_model_len // limits.block_size)
         tables = SlotTables(limits.slots, pages, limits.block_size)
-        self.device = cpu.CpuDevice(MODEL, tables, self.tokens, self.grammar, limits.num_blocks, {})  # type: ignore[assignment]
+        self.device = cpu.CpuDevice(MODELS[path], tables, self.tokens, self.grammar, limits.num_blocks, {})  # type: ignore[assignment]
 
 
-MODEL = tiny_model()
+MODELS = models()
 
 
 def requests() -> list[Request]:
@@ -64,8 +72,8 @@ def requests() -> list[Request]:
     ]
 
 
-def run(limits: Limits, seed: int = 0, spread: bool = False) -> dict[int, Answer]:
-    engine = CpuEngine(limits, seed)
+def run(limits: Limits, seed: int = 0, spread: bool = False, path: str = "torch") -> dict[int, Answer]:
+    engine = CpuEngine(limits, seed, path)
     for one in requests():
         engine.admit(one)
         while spread and engine.turn():
@@ -79,6 +87,7 @@ def expected() -> dict[int, Answer]:
     return run(replace(LIMITS, max_num_seqs=1, prefix_cache=False))
 
 
+@pytest.mark.parametrize("path", MODELS)
 @pytest.mark.parametrize(
     ("depth", "radix", "chunk", "blocks", "spread"),
     [
@@ -98,6 +107,7 @@ def test_tokens_do_not_depend_on_the_layout(
     chunk: int,
     blocks: int,
     spread: bool,
+    path: str,
 ) -> None:
     gaps: list[float] = []
 
@@ -109,6 +119,6 @@ def test_tokens_do_not_depend_on_the_layout(
     real = cpu.sample
     monkeypatch.setattr(cpu, "sample", watched)
     limits = replace(LIMITS, depth=depth, prefix_cache=radix, max_num_batched_tokens=chunk, num_blocks=blocks)
-    assert run(limits, depth, spread) == expected
+    assert run(limits, depth, spread, path) == expected
     print(f"smallest top-2 gap {min(gaps):.2e} over {len(gaps)} greedy tokens")
     assert min(gaps) > 1e-3
