@@ -26,11 +26,60 @@ static inline int NAME(first_key)(const Attention *a, int position) {
     return window && position >= window ? position - window + 1 : 0;
 }
 
+/* `count` keys or values of one KV head as float, [count][dim]. */
+INLINE void NAME(gather)(const void *cells, int kind, const int64_t *at, int count, int dim, float *out) {
+    for (int j = 0; j < count; j++) {
+        int d = 0;
+        for (; d + VL <= dim; d += VL) store(out + j * dim + d, load_kind(cells, kind, at[j] + d));
+        for (; d < dim; d++) out[j * dim + d] = NAME(scalar)(cells, kind, at[j] + d);
+    }
+}
+
+static void NAME(gather_bf16)(const void *cells, const int64_t *at, int count, int dim, float *out) {
+    NAME(gather)(cells, KIND_BF16, at, count, dim, out);
+}
+
+static void NAME(gather_f32)(const void *cells, const int64_t *at, int count, int dim, float *out) {
+    NAME(gather)(cells, KIND_F32, at, count, dim, out);
+}
+
+INLINE float NAME(dot)(const float *a, const float *b, int size) {
+    vf even = {0}, odd = {0};
+    int d = 0;
+    for (; d + 2 * VL <= size; d += 2 * VL) {
+        even += load(a + d) * load(b + d);
+        odd += load(a + d + VL) * load(b + d + VL);
+    }
+    float total = sum(even + odd);
+    for (; d < size; d++) total += a[d] * b[d];
+    return total;
+}
+
+/* out = out * shrink + sum over j of p[j] * values[j], four vectors of columns at a time. */
+INLINE void NAME(weigh)(const float *p, const float *values, int count, int dim, float shrink, float *out) {
+    int d = 0;
+    for (; d + 4 * VL <= dim; d += 4 * VL) {
+        vf acc[4];
+        for (int i = 0; i < 4; i++) acc[i] = load(out + d + i * VL) * shrink;
+        for (int j = 0; j < count; j++)
+            for (int i = 0; i < 4; i++) acc[i] += p[j] * load(values + j * dim + d + i * VL);
+        for (int i = 0; i < 4; i++) store(out + d + i * VL, acc[i]);
+    }
+    for (; d < dim; d++) {
+        float one = out[d] * shrink;
+        for (int j = 0; j < count; j++) one += p[j] * values[j * dim + d];
+        out[d] = one;
+    }
+}
+
 /* One decode row and one KV head against keys from..to: the weighted values, unnormed, then maximum and sum. */
-static void NAME(decode_part)(const Attention *a, int row, int head, int from, int to, float *out) {
+static void NAME(decode_part)(const Attention *a, int row, int head, int from, int to, float *out, float *mine) {
     const Model *m = a->model;
-    int dim = m->head_dim, group = m->heads / m->kv_heads, kind = m->kv_kind;
+    int dim = m->head_dim, group = m->heads / m->kv_heads;
     const float *query = a->qkv + row * a->ld + (int64_t)head * group * dim;
+    float *keys = mine, *values = mine + KEYS * dim, p[KEYS];
+    void (*gather)(const void *, const int64_t *, int, int, float *) =
+        m->kv_kind == KIND_BF16 ? NAME(gather_bf16) : NAME(gather_f32);
     for (int g = 0; g < group; g++) {
         float *o = out + g * (dim + 2);
         memset(o, 0, (size_t)dim * sizeof(float));
@@ -39,18 +88,14 @@ static void NAME(decode_part)(const Attention *a, int row, int head, int from, i
     for (int begin = from; begin < to; begin += KEYS) {
         int count = to - begin < KEYS ? to - begin : KEYS;
         int64_t at[KEYS];
-        float p[KEYS];
         for (int j = 0; j < count; j++) at[j] = (NAME(cell)(a, row, begin + j) * m->kv_heads + head) * dim;
+        gather(a->keys, at, count, dim, keys);
+        gather(a->values, at, count, dim, values);
         for (int g = 0; g < group; g++) {
             float *o = out + g * (dim + 2), most = o[dim];
-            for (int j = 0; j < KEYS; j++) p[j] = -INFINITY;
+            for (int j = count; j < KEYS; j++) p[j] = -INFINITY;
             for (int j = 0; j < count; j++) {
-                vf dot = {0};
-                int d = 0;
-                for (; d + VL <= dim; d += VL) dot += load(query + g * dim + d) * load_kind(a->keys, kind, at[j] + d);
-                p[j] = sum(dot);
-                for (; d < dim; d++) p[j] += query[g * dim + d] * NAME(scalar)(a->keys, kind, at[j] + d);
-                p[j] *= a->scale;
+                p[j] = NAME(dot)(query + g * dim, keys + j * dim, dim) * a->scale;
                 most = p[j] > most ? p[j] : most;
             }
             vf total = {0};
@@ -61,19 +106,7 @@ static void NAME(decode_part)(const Attention *a, int row, int head, int from, i
             }
             float shrink = expf(o[dim] - most);
             o[dim] = most, o[dim + 1] = o[dim + 1] * shrink + sum(total);
-            int d = 0;
-            for (; d + 2 * VL <= dim; d += 2 * VL) {
-                vf low = load(o + d) * shrink, high = load(o + d + VL) * shrink;
-                for (int j = 0; j < count; j++) {
-                    low += p[j] * load_kind(a->values, kind, at[j] + d);
-                    high += p[j] * load_kind(a->values, kind, at[j] + d + VL);
-                }
-                store(o + d, low), store(o + d + VL, high);
-            }
-            for (; d < dim; d++) {
-                o[d] *= shrink;
-                for (int j = 0; j < count; j++) o[d] += p[j] * NAME(scalar)(a->values, kind, at[j] + d);
-            }
+            NAME(weigh)(p, values, count, dim, shrink, o);
         }
     }
 }
@@ -89,13 +122,13 @@ static float *NAME(part_of)(const Attention *a, int row, int head, int part) {
     return a->parts + index * (m->heads / m->kv_heads) * (m->head_dim + 2);
 }
 
-static void NAME(decode_task)(const Attention *a, int task) {
+static void NAME(decode_task)(const Attention *a, int task, float *mine) {
     int part = task % a->most_parts, head = task / a->most_parts % a->model->kv_heads;
     int row = task / a->most_parts / a->model->kv_heads;
     if (part >= NAME(num_parts)(a, row)) return;
     int length = a->step->seq_lens[row], from = NAME(first_key)(a, length - 1) + part * PART;
     NAME(decode_part)(a, row, head, from, from + PART < length ? from + PART : length,
-                      NAME(part_of)(a, row, head, part));
+                      NAME(part_of)(a, row, head, part), mine);
 }
 
 /* The parts of one row and KV head joined into its output. */
@@ -224,7 +257,7 @@ static void NAME(attend_stage)(Team *team, const Attention *a, char *mine) {
     int kv_heads = a->model->kv_heads, chunks = a->blocks * kv_heads, tasks = chunks + step->decode * kv_heads * a->most_parts;
     for (int task = take(team); task < tasks; task = take(team)) {
         if (task >= chunks) {
-            NAME(decode_task)(a, task - chunks);
+            NAME(decode_task)(a, task - chunks, (float *)mine);
             continue;
         }
         int block = a->blocks - 1 - task / kv_heads, row = step->decode, token = step->decode;

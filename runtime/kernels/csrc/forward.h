@@ -9,7 +9,7 @@ static inline int64_t NAME(up)(int64_t bytes) { return (bytes + 63) / 64 * 64; }
 
 /* Where everything lies in the scratch; with `base` NULL only the size counts, which is returned. */
 static int64_t NAME(furnish)(NAME(Room) *room, char *base, const Model *m, int64_t tokens, int64_t rows, int parts) {
-    int64_t at = 0, most = ROW_BLOCK * 2 * TILE, chunk = NAME(chunk_floats)(m);
+    int64_t at = 0, most = LINEAR_ROOM, chunk = NAME(chunk_floats)(m);
     room->each = NAME(up)((most > chunk ? most : chunk) * 4);
     float **where[] = {&room->x, &room->normed, &room->qkv, &room->attended, &room->gated, &room->parts};
     int64_t qkv = m->layers ? m->layer[0].qkv.n : 0;
@@ -70,7 +70,7 @@ static void NAME(forward)(const Model *model, const Step *step, float *hidden, v
 }
 
 static void NAME(linear)(const Linear *layer, const float *x, int32_t rows, float *out, void *scratch, int32_t threads) {
-    TEAM_RUN(threads, scratch, ROW_BLOCK * 2 * TILE * 4,
+    TEAM_RUN(threads, scratch, LINEAR_ROOM * 4,
              linear_stage(team, mine, layer, x, layer->k, rows, PUT, out, layer->n));
 }
 

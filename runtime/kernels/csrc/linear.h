@@ -1,6 +1,9 @@
 /* Packed linear layers. An element of the output is one chain over K, whatever the number of rows: a step's first
  * thought is the memory of the weights, which are read once for all rows of a block of up to ROW_BLOCK. */
-enum { VECTORS = TILE / VL, ROW_BLOCK = 192, K_BLOCK = 2048 };
+enum { VECTORS = TILE / VL, ROW_BLOCK = 192, K_BLOCK = 2048, MANY_ROWS = 12, WIDE_BLOCK = 64 };
+enum { LINEAR_ROOM = (ROW_BLOCK + WIDE_BLOCK) * 2 * TILE }; /* floats of a thread */
+/* Few rows wait for the memory of the weights, which is asked for AHEAD bytes early (measured: bench/LOG.md). */
+enum { FEW_ROWS = 6, AHEAD = 1024 };
 /* Rows that one pass over the weights takes, with both tiles of a pair and with one: what the registers hold. */
 #if VL == 16
 enum { ROWS_PAIR = 12, ROWS_ONE = 0 };
@@ -36,6 +39,8 @@ INLINE void NAME(multiply_f32)(int rows, int tiles, const float *x, int64_t ldx,
 #pragma GCC unroll 8
         for (int c = 0; c < tiles * VECTORS; c++) acc[r][c] = load(out + r * ldo + c * VL);
     for (int i = 0; i < k; i++) {
+        if (rows <= FEW_ROWS)
+            for (int t = 0; t < tiles; t++) __builtin_prefetch(w + t * step + (int64_t)i * TILE * 4 + AHEAD);
         vf weight[COLUMNS_MOST];
 #pragma GCC unroll 8
         for (int c = 0; c < tiles * VECTORS; c++)
@@ -57,6 +62,8 @@ INLINE void NAME(multiply_bf16)(int rows, int tiles, const float *x, int64_t ldx
 #pragma GCC unroll 8
         for (int c = 0; c < tiles * VECTORS; c++) acc[r][c] = load(out + r * ldo + c * VL);
     for (int i = 0; i < k; i += 2) {
+        if (rows <= FEW_ROWS)
+            for (int t = 0; t < tiles; t++) __builtin_prefetch(w + t * step + (int64_t)i * TILE * 2 + AHEAD);
         vf weight[COLUMNS_MOST];
         vu pair[COLUMNS_MOST];
 #pragma GCC unroll 8
@@ -131,16 +138,35 @@ static void NAME(multiply)(int kind, int rows, const float *x, int64_t ldx, cons
 }
 #define multiply NAME(multiply)
 
-/* Rows from..to of x against pair `pair` of a layer, into buffer[to - from][2 * TILE]. */
+/* `k` inputs of one tile of bfloat16 as float: the same numbers in the same order. Asks for the block that comes next. */
+static void NAME(widen)(const char *tile, int k, float *out) {
+    for (int i = 0; i < k; i += 2) {
+        __builtin_prefetch(tile + (i + WIDE_BLOCK) * TILE * 2);
+        for (int c = 0; c < TILE; c += VL) {
+            vu pair = *(const vuu *)((const uint32_t *)tile + i / 2 * TILE + c);
+            store(out + i * TILE + c, (vf)(pair << 16));
+            store(out + (i + 1) * TILE + c, (vf)(pair & 0xffff0000u));
+        }
+    }
+}
+
+/* Rows from..to of x against pair `pair` of a layer, into buffer[to - from][2 * TILE]; `wide` is room for a block of
+ * weights in float, which many rows share. */
 static void NAME(linear_pair)(const Linear *layer, int pair, const float *x, int64_t ldx, int from, int to,
-                              float *buffer) {
+                              float *buffer, float *wide) {
+    int rows = to - from, widens = layer->kind == KIND_BF16 && rows >= MANY_ROWS, size = widens ? WIDE_BLOCK : K_BLOCK;
     int64_t bytes = tile_bytes(layer->kind, layer->k);
     const char *tiles = (const char *)layer->data + 2 * pair * bytes;
-    memset(buffer, 0, (size_t)(to - from) * 2 * TILE * sizeof(float));
-    for (int k = 0; k < layer->k; k += K_BLOCK) {
-        int now = layer->k - k < K_BLOCK ? layer->k - k : K_BLOCK;
-        multiply(layer->kind, to - from, x + from * ldx + k, ldx, tiles + tile_bytes(layer->kind, k), bytes, now, buffer,
-                 2 * TILE);
+    memset(buffer, 0, (size_t)rows * 2 * TILE * sizeof(float));
+    for (int k = 0; k < layer->k; k += size) {
+        int now = layer->k - k < size ? layer->k - k : size;
+        const char *block = tiles + tile_bytes(layer->kind, k);
+        if (widens) {
+            for (int half = 0; half < 2; half++) NAME(widen)(block + half * bytes, now, wide + half * WIDE_BLOCK * TILE);
+            multiply(KIND_F32, rows, x + from * ldx + k, ldx, (const char *)wide, WIDE_BLOCK * TILE * 4, now, buffer,
+                     2 * TILE);
+        } else
+            multiply(layer->kind, rows, x + from * ldx + k, ldx, block, bytes, now, buffer, 2 * TILE);
     }
 }
 #define linear_pair NAME(linear_pair)
@@ -177,7 +203,7 @@ static void NAME(linear_stage)(Team *team, char *mine, const Linear *layer, cons
     int blocks = (rows + ROW_BLOCK - 1) / ROW_BLOCK, tasks = NAME(pairs)(layer) * blocks;
     for (int task = take(team); task < tasks; task = take(team)) {
         int from = task % blocks * ROW_BLOCK, to = from + ROW_BLOCK < rows ? from + ROW_BLOCK : rows;
-        linear_pair(layer, task / blocks, x, ldx, from, to, (float *)mine);
+        linear_pair(layer, task / blocks, x, ldx, from, to, (float *)mine, (float *)mine + ROW_BLOCK * 2 * TILE);
         NAME(finish)(layer, task / blocks, from, to, (const float *)mine, how, out, ldo);
     }
 }

@@ -1,0 +1,161 @@
+"""Each C kernel, for each instruction set of this machine, against float64; odd shapes, poisoned outputs.
+
+Nothing may depend on the number of threads, and no row on its neighbours: both are bit for bit.
+"""
+
+from __future__ import annotations
+
+from ctypes import byref
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from runtime.kernels.library import PART, Kernels, Layer, Model, Step, every
+from runtime.kernels.pack import Packed, Unsupported, kind_of, pack, pack_gated
+
+KERNELS = {one.name: one for one in every()}
+DTYPES = [torch.float32, torch.bfloat16]
+pytestmark = pytest.mark.skipif(not KERNELS, reason="the C library is not built here")
+
+
+@pytest.fixture(params=KERNELS)
+def kernels(request: pytest.FixtureRequest) -> Kernels:
+    return KERNELS[request.param]
+
+
+def room(size: int) -> tuple[torch.Tensor, int]:
+    """Memory, and the first address in it that is a multiple of 64."""
+    memory = torch.full((size + 64,), 255, dtype=torch.uint8)
+    return memory, -(-memory.data_ptr() // 64) * 64
+
+
+def linear(kernels: Kernels, layer: Packed, x: torch.Tensor, threads: int = 2) -> torch.Tensor:
+    out = torch.full((len(x), layer.struct.n), torch.nan)
+    _memory, at = room(kernels.scratch_size(byref(Model(heads=1, kv_heads=1)), 0, 0, 0, threads))
+    kernels.linear(byref(layer.struct), x.data_ptr(), len(x), out.data_ptr(), at, threads)
+    return out
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("n", "k"), [(32, 2), (1, 6), (33, 64), (100, 130), (48, 4100)])
+@pytest.mark.parametrize("rows", [1, 2, 5, 11, 12, 13, 200])
+def test_linear(kernels: Kernels, dtype: torch.dtype, n: int, k: int, rows: int) -> None:
+    generator = torch.Generator().manual_seed(n * k + rows)
+    weight, bias = torch.randn(n, k, generator=generator).to(dtype), torch.randn(n, generator=generator)
+    x = torch.randn(rows, k, generator=generator)
+    expected = x.double() @ weight.double().T + bias.double()
+    got = linear(kernels, pack(weight, bias), x)
+    assert (got - expected).abs().max() < 1e-5 * k**0.5 * 10
+    alone = torch.cat([linear(kernels, pack(weight, bias), x[row : row + 1], 1) for row in range(0, rows, 7)])
+    assert torch.equal(got[::7], alone)
+
+
+def test_no_rows_are_fine(kernels: Kernels) -> None:
+    assert linear(kernels, pack(torch.ones(32, 4)), torch.empty(0, 4)).shape == (0, 32)
+
+
+def test_what_cannot_be_packed_is_named() -> None:
+    with pytest.raises(Unsupported, match="float16"):
+        pack(torch.ones(4, 4, dtype=torch.float16))
+    with pytest.raises(Unsupported, match="odd"):
+        pack(torch.ones(4, 3))
+
+
+def test_rms_norm(kernels: Kernels) -> None:
+    for rows, size in ((1, 1), (3, 7), (5, 64), (2, 577)):
+        x, weight = torch.randn(rows, size), torch.randn(size)
+        out = torch.full((rows, size), torch.nan)
+        kernels.rms_norm(x.data_ptr(), weight.data_ptr(), 1e-5, rows, size, out.data_ptr(), 2)
+        wide = x.double()
+        expected = wide * (wide.pow(2).mean(-1, keepdim=True) + 1e-5).rsqrt() * weight
+        assert (out - expected).abs().max() < 1e-5
+
+
+def test_argmax_takes_the_first_of_the_largest(kernels: Kernels) -> None:
+    for size in (1, 3, 16, 17, 1000):
+        logits = torch.randint(0, 9, (6, size)).float()
+        ids = np.full(6, -1, np.int32)
+        kernels.argmax(logits.data_ptr(), 6, size, ids.ctypes.data, 2)
+        assert ids.tolist() == [row.tolist().index(max(row.tolist())) for row in logits]
+
+
+class Paged:
+    """Rows with keys and values at shuffled pages; the first `decode` rows are decode rows."""
+
+    def __init__(self, lengths: list[int], counts: list[int], block: int, heads: tuple[int, int], dim: int) -> None:
+        draw = np.random.default_rng(len(lengths) + block)
+        self.lengths, self.counts, (self.heads, self.kv_heads), self.dim = lengths, counts, heads, dim
+        pages = -(-max(lengths) // block)
+        self.table = draw.permutation(len(lengths) * pages).astype(np.int32).reshape(len(lengths), pages)
+        self.tokens = sum(counts)
+        self.block, cells = block, len(lengths) * pages * block
+        generator = torch.Generator().manual_seed(dim)
+        self.keys, self.values = (torch.randn(cells, self.kv_heads, dim, generator=generator) for _ in range(2))
+        self.qkv = torch.randn(self.tokens, (self.heads + 2 * self.kv_heads) * dim, generator=generator)
+
+    def expected(self, window: int) -> torch.Tensor:
+        """float64[T, heads, dim]"""
+        out, token = [], 0
+        for row, (length, count) in enumerate(zip(self.lengths, self.counts, strict=True)):
+            at = np.arange(length)
+            cells = torch.from_numpy(self.table[row, at // self.block].astype(np.int64) * self.block + at % self.block)
+            keys, values = self.keys[cells].double(), self.values[cells].double()
+            for position in range(length - count, length):
+                query = self.qkv[token].view(-1, self.dim)[: self.heads].double()
+                first = max(0, position + 1 - window) if window else 0
+                for head in range(self.heads):
+                    kv = head // (self.heads // self.kv_heads)
+                    scores = keys[first : position + 1, kv] @ query[head] / self.dim**0.5
+                    out.append(scores.softmax(0) @ values[first : position + 1, kv])
+                token += 1
+        return torch.stack(out).view(self.tokens, self.heads, self.dim)
+
+    def attend(self, kernels: Kernels, dtype: torch.dtype, window: int, threads: int = 2) -> torch.Tensor:
+        keys, values = self.keys.to(dtype), self.values.to(dtype)
+        self.keys, self.values = keys.float(), values.float()
+        layers = (Layer * 1)(Layer(keys=keys.data_ptr(), values=values.data_ptr()))
+        shape: dict[str, Any] = {"heads": self.heads, "kv_heads": self.kv_heads, "head_dim": self.dim}
+        model = Model(layers=1, block_size=self.block, window=window, kv_kind=kind_of(dtype), layer=layers, **shape)
+        lens, counts = np.array(self.lengths, np.int32), np.array(self.counts, np.int32)
+        decode, parts = sum(count == 1 for count in self.counts), -(-max(self.lengths) // PART)
+        arrays = (counts.ctypes.data, lens.ctypes.data, self.table.ctypes.data)
+        step = Step(self.tokens, len(lens), decode, self.table.shape[1], parts, *(None,) * 5, *arrays)
+        out = torch.full((self.tokens, self.heads, self.dim), torch.nan)
+        size = kernels.scratch_size(byref(model), self.tokens, len(lens), parts, threads)
+        _memory, at = room(size)
+        args = (byref(model), byref(step), 0, self.qkv.data_ptr(), self.qkv.shape[1], out.data_ptr(), at, threads)
+        kernels.attend(*args)
+        return out
+
+
+SHAPES = [(16, (6, 2), 64), (1, (4, 4), 8), (3, (9, 3), 20), (32, (8, 1), 128)]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("window", [0, 5, 40])
+@pytest.mark.parametrize(
+    ("block", "heads", "dim"), [(16, (6, 2), 64), (1, (4, 4), 8), (3, (9, 3), 20), (32, (8, 1), 128)]
+)
+def test_attention(
+    kernels: Kernels, dtype: torch.dtype, window: int, block: int, heads: tuple[int, int], dim: int
+) -> None:
+    paged = Paged([1, 33, 70, 65, 7, 100], [1, 1, 1, 65, 7, 40], block, heads, dim)
+    got = paged.attend(kernels, dtype, window)
+    assert (got - paged.expected(window)).abs().max() < 1e-4
+    assert torch.equal(got, paged.attend(kernels, dtype, window, 1))
+
+
+@pytest.mark.parametrize("window", [0, 700])
+def test_long_decode_rows_are_cut_into_parts(kernels: Kernels, window: int) -> None:
+    paged = Paged([1500, 3, 513], [1, 1, 1], 16, (4, 2), 16)
+    got = paged.attend(kernels, torch.float32, window)
+    assert (got - paged.expected(window)).abs().max() < 1e-4
+    assert torch.equal(got, paged.attend(kernels, torch.float32, window, 1))
+
+
+def test_gated_layers_take_turns() -> None:
+    gate, up = torch.arange(20.0)[:, None].repeat(1, 2), -torch.arange(20.0)[:, None].repeat(1, 2)
+    tiles = pack_gated(gate, up).tiles.view(torch.float32)
+    assert tiles[:, 0, 0].tolist() == [0.0, 0.0, 16.0, -16.0] and tiles.shape == (4, 2, 16)
