@@ -1,7 +1,7 @@
 """The C library of the CPU path, as ctypes sees it: its structures and its kernels. See csrc/kernels.h.
 
 It is built when the package is installed and uses torch's own OpenMP, so that there is one pool of threads. Without it
-(no compiler, or KERNELS=torch in the environment variable below) the torch path runs, which is the reference.
+(no compiler, or torch in the environment variable VARIABLE) the torch path runs, which is the reference.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 VARIABLE = "SIDESTEP_KERNELS"  # an instruction set's name, or torch; for tests and comparisons
+LIBRARY = "SIDESTEP_KERNELS_LIBRARY"  # another build of the library; for tests
 TILE, GROUP, PART = 16, 32, 512  # as in csrc/kernels.h
 F32, BF16, INT8, INT4 = range(4)
 
@@ -97,7 +98,8 @@ def every() -> Iterator[Kernels]:
 
 @cache
 def _library() -> ctypes.CDLL | None:
-    files = sorted(Path(__file__).parent.glob("_native*.so"))
+    other = os.environ.get(LIBRARY)
+    files = [Path(other)] if other else sorted(Path(__file__).parent.glob("_native*.so"))
     if not files:
         return None
     ctypes.CDLL(_openmp(), ctypes.RTLD_GLOBAL)
