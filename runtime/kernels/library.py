@@ -7,6 +7,7 @@ It is built when the package is installed and uses torch's own OpenMP, so that t
 from __future__ import annotations
 
 import ctypes
+import logging
 import os
 from collections.abc import Iterator
 from ctypes import POINTER, c_char_p, c_float, c_int32, c_int64, c_void_p
@@ -14,6 +15,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+log = logging.getLogger(__name__)
 VARIABLE = "SIDESTEP_KERNELS"  # an instruction set's name, or torch; for tests and comparisons
 LIBRARY = "SIDESTEP_KERNELS_LIBRARY"  # another build of the library; for tests
 TILE, GROUP, PART = 16, 32, 512  # as in csrc/kernels.h
@@ -102,8 +104,12 @@ def _library() -> ctypes.CDLL | None:
     files = [Path(other)] if other else sorted(Path(__file__).parent.glob("_native*.so"))
     if not files:
         return None
-    ctypes.CDLL(_openmp(), ctypes.RTLD_GLOBAL)
-    library = ctypes.CDLL(str(files[0]))
+    try:
+        ctypes.CDLL(_openmp(), ctypes.RTLD_GLOBAL)
+        library = ctypes.CDLL(str(files[0]))
+    except OSError as error:  # another machine's build, or no OpenMP
+        log.warning("the C kernels cannot be loaded: %s", error)
+        return None
     library.sidestep_kernels.restype = POINTER(Kernels)
     return library
 

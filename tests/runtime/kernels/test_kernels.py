@@ -6,12 +6,14 @@ Nothing may depend on the number of threads, and no row on its neighbours: both 
 from __future__ import annotations
 
 from ctypes import byref
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from runtime.kernels import library
 from runtime.kernels.library import PART, Kernels, Layer, Model, Step, every
 from runtime.kernels.pack import Packed, Unsupported, kind_of, pack, pack_gated
 
@@ -159,3 +161,24 @@ def test_gated_layers_take_turns() -> None:
     gate, up = torch.arange(20.0)[:, None].repeat(1, 2), -torch.arange(20.0)[:, None].repeat(1, 2)
     tiles = pack_gated(gate, up).tiles.view(torch.float32)
     assert tiles[:, 0, 0].tolist() == [0.0, 0.0, 16.0, -16.0] and tiles.shape == (4, 2, 16)
+
+
+def test_the_path_can_be_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(library.VARIABLE, "torch")
+    assert library.kernels() is None
+    monkeypatch.setenv(library.VARIABLE, "portable")
+    assert library.kernels().name == "portable"  # type: ignore[union-attr]
+    monkeypatch.setenv(library.VARIABLE, "abacus")
+    with pytest.raises(ValueError, match=r"SIDESTEP_KERNELS=abacus: this machine has .*portable, torch"):
+        library.kernels()
+    monkeypatch.delenv(library.VARIABLE)
+    assert library.kernels().name == next(iter(KERNELS))  # type: ignore[union-attr]
+
+
+def test_a_library_that_cannot_be_loaded_leaves_the_torch_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    broken = tmp_path / "_native.so"
+    broken.write_bytes(b"no library")
+    monkeypatch.setenv(library.LIBRARY, str(broken))
+    library._library.cache_clear()
+    assert library.kernels() is None
+    library._library.cache_clear()
