@@ -204,6 +204,7 @@ class Api:
         except asyncio.TimeoutError:
             raise HttpError(408, "timeout_error", "request_timeout", "the body did not come in time") from None
         if isinstance(body, Sampled):
+            request.state.names = body.names
             body.check()
         return body
 

@@ -6,6 +6,7 @@ import hmac
 import logging
 import time
 import uuid
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -66,7 +67,7 @@ class Guard:
         except SidestepError as error:
             if status:
                 raise  # too late for a status
-            await answer(sending, error)
+            await answer(sending, error, scope["state"].get("names", {}))
         except Exception:
             log.exception("%s %s failed", scope["method"], scope["path"])
             if not status:
@@ -86,10 +87,10 @@ class Guard:
             raise HttpError(401, "authentication_error", "invalid_api_key", words, **{"www-authenticate": "Bearer"})
 
 
-async def answer(send: Any, error: SidestepError) -> None:
-    """An error as the whole response."""
+async def answer(send: Any, error: SidestepError, names: Mapping[str, str] = {}) -> None:
+    """An error as the whole response; `names`: the body's own for some fields of the socket."""
     status, _ = status_of(error)
-    body = msgspec.json.encode(error_body(error))
+    body = msgspec.json.encode(error_body(error, names))
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
     if isinstance(error, HttpError):
         headers += [(name.encode(), value.encode()) for name, value in error.headers.items()]

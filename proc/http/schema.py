@@ -90,6 +90,11 @@ class Sampled(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
         """The most likely ids told with each token; None: no log probabilities."""
         return None
 
+    @property
+    def names(self) -> dict[str, str]:
+        """The socket's fields that this body asks for by other names."""
+        return {} if self.response_format is None else {"structured_outputs": "response_format"}
+
     def _structure(self) -> StructuredOutputs | None:
         """Raises `InvalidRequest`."""
         wanted = None if self.response_format is None else self.response_format.structure()
@@ -188,6 +193,11 @@ class ChatBody(Sampled, forbid_unknown_fields=True, kw_only=True):
         super().check()
         if self.top_logprobs and not self.logprobs:
             raise InvalidRequest("top_logprobs needs logprobs", "top_logprobs")
+
+    @property
+    def names(self) -> dict[str, str]:
+        names = super().names | {"logprobs": "top_logprobs"}
+        return names if self.max_completion_tokens is None else names | {"max_tokens": "max_completion_tokens"}
 
     def conversation(self) -> list[dict[str, Any]]:
         return [

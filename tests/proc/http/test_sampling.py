@@ -167,3 +167,20 @@ def test_text_logprobs_and_those_of_the_prompt(server: Supervisor) -> None:
     assert tokens == told["tokens"][3:] and offsets == [at - 3 for at in told["text_offset"][3:]]
     raw = ask(server, CHAT, {"messages": HELLO, "max_tokens": 1, "prompt_logprobs": 0}).json["choices"][0]
     assert raw["prompt_logprobs"][0] is None and all(raw["prompt_logprobs"][1:])
+
+
+def test_errors_name_the_fields_that_were_sent(server: Supervisor) -> None:
+    asked = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 3}
+    schema = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "thing"}}}
+    parameters = {"type": "object", "properties": {"a": {"type": "thing"}}}
+    tool = {"type": "function", "function": {"name": "f", "parameters": parameters}}
+    for fields, param in (
+        ({"response_format": schema}, "response_format"),
+        ({"structured_outputs": {"regex": "("}}, "structured_outputs"),
+        ({"tools": [tool], "tool_choice": "required"}, "tools"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+        ({"max_completion_tokens": 0}, "max_completion_tokens"),
+        ({"max_tokens": 0}, "max_tokens"),
+    ):
+        error = ask(server, CHAT, asked | fields).json.get("error", {"param": None, "message": str(fields)})
+        assert error["param"] == param and param in error["message"], error
