@@ -90,7 +90,7 @@ def test_every_layout_gives_the_greedy_tokens(
 def test_logprobs_are_transformers_whatever_shapes_the_draw(
     oracle: tuple[Path, transformers.LlamaForCausalLM],
 ) -> None:
-    """Of prompt and answer, within 1e-3, though the prefix is cached and penalties and a grammar are at work."""
+    """Within 1e-3, though the prefix is cached and penalties and a grammar are at work."""
     folder, model = oracle
     wishes = [
         SamplingParams(temperature=0.9, seed=1, max_tokens=12, logprobs=3, prompt_logprobs=2),
@@ -116,11 +116,29 @@ def test_logprobs_are_transformers_whatever_shapes_the_draw(
             assert {*row.topk(wish.logprobs).indices.tolist(), token} == set(entries)
             assert all(abs(entry.logprob - row[entry.token]) < 1e-3 for entry in entries.values())
             assert entries[token].rank == int((row > row[token]).sum()) + 1
-    before = outputs[0].prompt_logprobs
-    assert before is not None and before[0] is None and len(before) == len(outputs[0].prompt_token_ids)
-    for token, told_of in zip(outputs[0].prompt_token_ids[1:], before[1:], strict=True):
-        assert told_of is not None and token in told_of
     assert set(outputs[2].outputs[0].text) <= set("ab")
+
+
+def test_prompt_logprobs_are_transformers_chunked_and_preempted(
+    oracle: tuple[Path, transformers.LlamaForCausalLM],
+) -> None:
+    folder, model = oracle
+    wishes = [SamplingParams(seed=n, max_tokens=20, prompt_logprobs=3) for n in range(12)]
+    prompts = [f"shared beginning of it all, number {n}" for n in range(12)]
+    few = {"num_blocks": 26, "block_size": 4, "max_num_seqs": 8, "max_model_len": 96, "max_num_batched_tokens": 16}
+    with LLM(str(folder), **few) as llm:
+        outputs = llm.generate(prompts, wishes, use_tqdm=False)
+        assert llm.client.status()["preemptions"] > 0
+    for output in outputs:
+        ids, told = output.prompt_token_ids, output.prompt_logprobs
+        with torch.inference_mode():
+            expected = model(torch.tensor([ids])).logits[0].log_softmax(-1)
+        assert told is not None and told[0] is None and len(told) == len(ids)
+        for n, token in enumerate(ids[1:], 1):
+            row, entries = expected[n - 1], told[n]
+            assert entries is not None and {*row.topk(3).indices.tolist(), token} == set(entries)
+            assert all(abs(entry.logprob - row[entry.token]) < 1e-3 for entry in entries.values())
+            assert entries[token].rank == int((row > row[token]).sum()) + 1
 
 
 def uppercase(prompt: Any, output: list[int], logits: torch.Tensor) -> torch.Tensor:
