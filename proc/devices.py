@@ -100,37 +100,34 @@ def _cpu(settings: Settings, folder: Path | None, table: TokenTable, halves: Hal
         weights = dummy_weights(config, dtype or torch.float32, settings.seed or 0)
     else:
         weights = load_weights(folder, config, dtype, _progress)
-    dtype = weights["model.norm.weight"].dtype
-    block = bytes_per_block(config.num_layers, settings.block_size, config.num_kv_heads, config.head_dim, dtype)
+    model, path = _model(config, weights)  # before the memory that is left is counted
+    block = bytes_per_block(config.num_layers, settings.block_size, config.num_kv_heads, config.head_dim, model.dtype)
     blocks = settings.num_blocks or _blocks_that_fit(settings, block, config.max_model_len)
     longest = model_len(settings, config.max_model_len, blocks)
     masks, processors = halves.open(config.vocab_size), _processors(settings.processors)
-    weight_bytes = sum(tensor.nbytes for tensor in weights.values())
-    model, path = _model(config, weights, longest)
     device = CpuDevice(model, _tables(settings, longest), table, masks, blocks, processors)
-    words = f"cpu, {str(dtype).removeprefix('torch.')}, {torch.get_num_threads()} threads, {path}"
+    words = f"cpu, {str(model.dtype).removeprefix('torch.')}, {torch.get_num_threads()} threads, {path}"
     shared = config.shares_prefixes
-    return Built(device, DeviceInfo(blocks, longest, config.vocab_size, weight_bytes, blocks * block, shared, words))
+    return Built(device, DeviceInfo(blocks, longest, config.vocab_size, model.nbytes, blocks * block, shared, words))
 
 
-def _model(config: ModelConfig, weights: dict[str, Any], longest: int) -> tuple[CpuModel, str]:
+def _model(config: ModelConfig, weights: dict[str, Any]) -> tuple[CpuModel, str]:
     """On the C kernels where there are some for it, else in torch; and which path that is."""
     from runtime.kernels.library import kernels
     from runtime.kernels.pack import Unsupported
-    from runtime.model.llama import Llama
     from runtime.model.on_torch import TorchModel
     from runtime.model.packed import PackedLlama
 
     try:
         found = kernels()
         if found is not None:
-            return PackedLlama(config, weights, longest, found), f"{found.name} kernels"
+            return PackedLlama(config, weights, found), f"{found.name} kernels"
         path = "plain torch"
     except Unsupported as error:
         path = f"plain torch (no kernels for {error})"
     except ValueError as error:
         raise UsageError(str(error)) from None
-    return TorchModel(Llama(config, weights, longest)), path
+    return TorchModel(config, weights), path
 
 
 def _processors(named: dict[str, str]) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -37,6 +37,7 @@ from runtime.scheduler import Outputs, Scheduler
 from runtime.step import MaskOrder, StepPlan, StepResult
 
 log = logging.getLogger(__name__)
+N = TypeVar("N", int, float)
 COLDEST = 1e-5  # temperatures below it are greedy, as in vLLM
 TURN = 64  # messages taken between two plans
 
@@ -181,41 +182,44 @@ class SchedulerLoop:
     def resolve(self, message: Admit) -> Request:
         """The caller's wishes turned into what the engine does. Raises `AdmissionError` for ids that cannot be."""
         params, limits = message.params, self.engine.limits
+        self._check_ids(message)
+        temperature = _known(params.temperature, 1.0)
+        sampling = Sampling(
+            temperature=temperature if temperature >= COLDEST else 0.0,
+            top_k=min(max(params.top_k or 0, 0), self.vocab_size),
+            top_p=_known(params.top_p, 1.0),
+            min_p=params.min_p or 0.0,
+            seed=message.seed,
+            min_tokens=min(params.min_tokens, limits.max_model_len),
+            stop_ids=tuple(params.stop_token_ids),
+            vocab=min(message.vocab, self.vocab_size),
+            presence_penalty=params.presence_penalty,
+            frequency_penalty=params.frequency_penalty,
+            repetition_penalty=_known(params.repetition_penalty, 1.0),
+            logit_bias=tuple(params.logit_bias.items()),
+            allowed_ids=tuple(params.allowed_token_ids),
+            bad_words=tuple(message.bad_words),
+            logprobs=_known(params.logprobs, -1),
+            prompt_logprobs=_known(params.prompt_logprobs, -1),
+            constrained=message.constrained,
+            processors=tuple(params.logits_processors),
+        )
         prompt, output = (np.frombuffer(ids, "<i4") for ids in (message.prompt_ids, message.output_ids))
-        stops = np.array(params.stop_token_ids, np.int64)
-        allowed, biased = (np.array(list(ids), np.int64) for ids in (params.allowed_token_ids, params.logit_bias))
-        drawable = message.vocab or self.vocab_size
+        most = params.max_tokens or limits.max_model_len
+        return Request(message.request, prompt, sampling, most, output, message.priority, message.tokenizer)
+
+    def _check_ids(self, message: Admit) -> None:
+        """Raises `AdmissionError` for ids that the model, or for what is to be drawn the tokenizer, does not have."""
+        params = message.params
         for param, ids, most in (
-            ("prompt", prompt, self.vocab_size),
-            ("output_ids", output, self.vocab_size),
-            ("stop_token_ids", stops, self.vocab_size),
-            ("allowed_token_ids", allowed, drawable),
-            ("logit_bias", biased, self.vocab_size),
+            ("prompt", np.frombuffer(message.prompt_ids, "<i4"), self.vocab_size),
+            ("output_ids", np.frombuffer(message.output_ids, "<i4"), self.vocab_size),
+            ("stop_token_ids", np.array(params.stop_token_ids, np.int64), self.vocab_size),
+            ("allowed_token_ids", np.array(params.allowed_token_ids, np.int64), message.vocab or self.vocab_size),
+            ("logit_bias", np.array(list(params.logit_bias), np.int64), self.vocab_size),
         ):
             if ((ids < 0) | (ids >= most)).any():
                 raise AdmissionError(param, f"token ids must be between 0 and {most - 1}")
-        sampling = Sampling(
-            1.0 if params.temperature is None else params.temperature if params.temperature >= COLDEST else 0.0,
-            min(max(params.top_k or 0, 0), self.vocab_size),
-            1.0 if params.top_p is None else params.top_p,
-            params.min_p or 0.0,
-            message.seed,
-            min(params.min_tokens, limits.max_model_len),
-            tuple(params.stop_token_ids),
-            min(message.vocab, self.vocab_size),
-            params.presence_penalty,
-            params.frequency_penalty,
-            1.0 if params.repetition_penalty is None else params.repetition_penalty,
-            tuple(params.logit_bias.items()),
-            tuple(params.allowed_token_ids),
-            tuple(message.bad_words),
-            -1 if params.logprobs is None else params.logprobs,
-            -1 if params.prompt_logprobs is None else params.prompt_logprobs,
-            message.constrained,
-            tuple(params.logits_processors),
-        )
-        most = params.max_tokens or limits.max_model_len
-        return Request(message.request, prompt, sampling, most, output, message.priority, message.tokenizer)
 
     def deliver(self, outputs: Outputs) -> None:
         """One message to each tokenizer that has tokens, or a request that started, in this step."""
@@ -278,3 +282,7 @@ class SchedulerLoop:
         self.grammar.close()
         for tokenizer in self.tokenizers:
             tokenizer.close()
+
+
+def _known(value: N | None, otherwise: N) -> N:
+    return otherwise if value is None else value

@@ -70,6 +70,11 @@ class SlotTables:
         self.num_prompt = np.zeros(num_slots, np.int32)
         self.sampling = SlotSampling(num_slots)
 
+    @property
+    def max_len(self) -> int:
+        """Tokens that a slot's pages hold."""
+        return self.pages.shape[1] * self.block_size
+
     def apply(self, plan: StepPlan) -> Batch:
         """Take over what the plan adds and unfold its rows."""
         self._check(plan)

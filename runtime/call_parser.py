@@ -8,6 +8,7 @@ arguments begin, since until then it may turn out to be none, and what is none i
 from __future__ import annotations
 
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Generator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -61,7 +62,7 @@ class _Written(msgspec.Struct):
     parameters: msgspec.Raw = msgspec.Raw()
 
 
-class CallParser:
+class CallParser(ABC):
     """What the formats share: holding, telling, and the reading of a call's object. They bring `_read`."""
 
     def __init__(self) -> None:
@@ -101,8 +102,9 @@ class CallParser:
         if not self._told:
             self._say()
 
+    @abstractmethod
     def _read(self) -> Reading[None]:
-        raise NotImplementedError
+        """The whole text of an answer, to its end."""
 
     def _next(self) -> Reading[str]:
         char = self._back.pop() if self._back else (yield)

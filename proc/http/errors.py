@@ -36,10 +36,10 @@ def status_of(error: SidestepError) -> tuple[int, str]:
     return next(STATUS[kind] for kind in type(error).__mro__ if kind in STATUS)
 
 
-def error_body(error: SidestepError, names: Mapping[str, str] = {}) -> dict[str, Any]:
+def error_body(error: SidestepError, names: Mapping[str, str] | None = None) -> dict[str, Any]:
     """`names`: the body's own for some fields of the socket."""
-    message, kind = str(error), status_of(error)[1]
-    param = error.param and (NAMES | dict(names)).get(error.param, error.param)
-    if error.param and param and error.param in names:
-        message = message.replace(error.param, param, 1)
+    message, kind, param = str(error), status_of(error)[1], error.param
+    if param and names and param in names:
+        message, param = message.replace(param, names[param], 1), names[param]
+    param = param and NAMES.get(param, param)
     return {"error": {"message": message, "type": kind, "param": param, "code": error.code}}

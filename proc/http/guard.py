@@ -67,7 +67,7 @@ class Guard:
         except SidestepError as error:
             if status:
                 raise  # too late for a status
-            await answer(sending, error, scope["state"].get("names", {}))
+            await answer(sending, error, scope["state"].get("names"))
         except Exception:
             log.exception("%s %s failed", scope["method"], scope["path"])
             if not status:
@@ -87,7 +87,7 @@ class Guard:
             raise HttpError(401, "authentication_error", "invalid_api_key", words, **{"www-authenticate": "Bearer"})
 
 
-async def answer(send: Any, error: SidestepError, names: Mapping[str, str] = {}) -> None:
+async def answer(send: Any, error: SidestepError, names: Mapping[str, str] | None = None) -> None:
     """An error as the whole response; `names`: the body's own for some fields of the socket."""
     status, _ = status_of(error)
     body = msgspec.json.encode(error_body(error, names))

@@ -26,8 +26,12 @@ class CpuModel(Protocol):
     config: ModelConfig
     dtype: torch.dtype  # of keys and values
 
-    def attach(self, cache: KVCache) -> None:
-        """Keys and values are kept in `cache` from now on."""
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the weights as they are held."""
+
+    def attach(self, cache: KVCache, max_len: int) -> None:
+        """Keys and values of requests of up to `max_len` tokens are kept in `cache` from now on."""
 
     def forward(self, batch: Batch, input_ids: NDArray[np.int32]) -> torch.Tensor:
         """The normed states of the step's tokens, [T, hidden_size]; `input_ids` int32[T]."""
@@ -56,7 +60,7 @@ class CpuDevice:
         self.cache = KVCache(
             config.num_layers, num_blocks, tables.block_size, config.num_kv_heads, config.head_dim, model.dtype
         )
-        model.attach(self.cache)
+        model.attach(self.cache, tables.max_len)
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan, done: Callable[[StepResult], None]) -> None:

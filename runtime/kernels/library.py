@@ -18,8 +18,8 @@ from typing import Any
 log = logging.getLogger(__name__)
 VARIABLE = "SIDESTEP_KERNELS"  # an instruction set's name, or torch; for tests and comparisons
 LIBRARY = "SIDESTEP_KERNELS_LIBRARY"  # another build of the library; for tests
-TILE, GROUP, PART = 16, 32, 512  # as in csrc/kernels.h
-F32, BF16, INT8, INT4 = range(4)
+TILE, PART = 16, 512  # as in csrc/kernels.h
+F32, BF16 = range(2)
 
 
 class Linear(ctypes.Structure):
@@ -47,7 +47,7 @@ class Model(ctypes.Structure):
 class Step(ctypes.Structure):
     _fields_ = [
         *((name, c_int32) for name in ("tokens", "rows", "decode", "pages", "parts")),
-        *((name, c_void_p) for name in ("ids", "positions", "cells", "cos", "sin")),
+        *((name, c_void_p) for name in ("ids", "cells", "cos", "sin")),
         *((name, c_void_p) for name in ("query_lens", "seq_lens", "page_table")),
     ]
 

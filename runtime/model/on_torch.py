@@ -9,22 +9,30 @@ from numpy.typing import NDArray
 from runtime.attention.cpu import CpuAttention
 from runtime.batch import Batch
 from runtime.kv_cache import KVCache
+from runtime.model.config import ModelConfig
 from runtime.model.llama import Llama
 
 Tensor = torch.Tensor
 
 
 class TorchModel:
-    """`model` over paged KV."""
+    """`weights` are named as in the checkpoint."""
 
+    model: Llama
     cache: KVCache
 
-    def __init__(self, model: Llama) -> None:
-        self.model, self.config, self.dtype, self.logits = model, model.config, model.head.dtype, model.logits
+    def __init__(self, config: ModelConfig, weights: dict[str, Tensor]) -> None:
+        self.config, self.weights = config, weights
+        self.dtype = weights["model.norm.weight"].dtype
+        self.nbytes = sum(tensor.nbytes for tensor in weights.values())
 
-    def attach(self, cache: KVCache) -> None:
-        """Keys and values are kept in `cache` from now on."""
-        self.cache = cache
+    def attach(self, cache: KVCache, max_len: int) -> None:
+        """Keys and values of requests of up to `max_len` tokens are kept in `cache` from now on."""
+        self.model, self.cache = Llama(self.config, self.weights, max_len), cache
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[S, hidden_size] to float32[S, vocab_size]."""
+        return self.model.logits(hidden)
 
     def forward(self, batch: Batch, input_ids: NDArray[np.int32]) -> Tensor:
         """The normed states of the step's tokens, [T, hidden_size]; `input_ids` int32[T]."""

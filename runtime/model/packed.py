@@ -7,7 +7,6 @@ being more exact. Knows no slots and no plans.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
 from ctypes import byref
 
 import numpy as np
@@ -30,8 +29,8 @@ class PackedLlama:
     Raises `Unsupported` for what the kernels cannot do; nothing has been taken then.
     """
 
-    def __init__(self, config: ModelConfig, weights: dict[str, Tensor], max_len: int, kernels: Kernels) -> None:
-        self.config, self.kernels, self.rope = config, kernels, Rope(config, max_len)
+    def __init__(self, config: ModelConfig, weights: dict[str, Tensor], kernels: Kernels) -> None:
+        self.config, self.kernels = config, kernels
         self.threads = torch.get_num_threads()
         self.scratch = torch.empty(0, dtype=torch.uint8)
         self.kept: list[Tensor | Packed] = []  # what the structures below point into
@@ -61,8 +60,9 @@ class PackedLlama:
         """Bytes of the weights as they are held."""
         return self.embedding.nbytes + self.head.nbytes + sum(one.nbytes for one in self.kept)
 
-    def attach(self, cache: KVCache) -> None:
-        """Keys and values are kept in `cache` from now on."""
+    def attach(self, cache: KVCache, max_len: int) -> None:
+        """Keys and values of requests of up to `max_len` tokens are kept in `cache` from now on."""
+        self.rope = Rope(self.config, max_len)
         self.model.block_size = cache.block_size
         for layer, keys, values in zip(self.layers, cache.keys, cache.values, strict=True):
             layer.keys, layer.values = keys.data_ptr(), values.data_ptr()
@@ -74,7 +74,7 @@ class PackedLlama:
         cos, sin = (part.contiguous() for part in self.rope.at(positions, reach, torch.float32))
         longest = int(batch.seq_lens[: batch.num_decode].max(initial=0))
         parts = -(-min(longest, window or longest) // PART)
-        table, arrays = np.ascontiguousarray(batch.page_table), (input_ids, batch.positions, batch.kv_cells)
+        table, arrays = np.ascontiguousarray(batch.page_table), (input_ids, batch.kv_cells)
         step = Step(
             *(tokens, rows, batch.num_decode, table.shape[1], parts),
             *(array.ctypes.data for array in arrays),
@@ -102,7 +102,10 @@ class PackedLlama:
 
     def _layer(self, weights: dict[str, Tensor], index: int) -> Layer:
         name = f"model.layers.{index}."
-        take: Callable[[str], Tensor] = lambda part: weights.pop(name + part)  # noqa: E731
+
+        def take(part: str) -> Tensor:
+            return weights.pop(name + part)
+
         qkv = torch.cat([take(f"self_attn.{part}_proj.weight") for part in "qkv"])
         biases = [weights.pop(f"{name}self_attn.{part}_proj.bias", None) for part in "qkv"]
         bias = torch.cat([one for one in biases if one is not None]) if biases[0] is not None else None

@@ -19,7 +19,6 @@ from runtime.batch import SlotTables
 from runtime.kernels.library import every
 from runtime.limits import Limits
 from runtime.model.config import ModelConfig
-from runtime.model.llama import Llama
 from runtime.model.on_torch import TorchModel
 from runtime.model.packed import PackedLlama
 from runtime.model.weights import expected_shapes
@@ -38,8 +37,8 @@ def weights() -> dict[str, torch.Tensor]:
 
 def models() -> dict[str, cpu.CpuModel]:
     """The torch path, and the C kernels for each instruction set of this machine."""
-    packed = {one.name: PackedLlama(CONFIG, weights(), 128, one) for one in every()}
-    return {"torch": TorchModel(Llama(CONFIG, weights(), 128)), **packed}
+    packed = {one.name: PackedLlama(CONFIG, weights(), one) for one in every()}
+    return {"torch": TorchModel(CONFIG, weights()), **packed}
 
 
 class CpuEngine(Engine):

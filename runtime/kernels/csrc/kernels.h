@@ -1,13 +1,13 @@
 /* What the library offers. Everything is plain C on caller-owned memory: no allocation, no torch, no globals.
  *
- * Weights are packed in tiles of TILE output columns, K in order (see pack.h). A row's result depends on no other row
+ * Weights are packed in tiles of TILE output columns, K in order (see runtime/kernels/pack.py). A row's result depends on no other row
  * and on no number of threads: each output element is one chain of multiply-adds over K in a fixed order. */
 #ifndef SIDESTEP_KERNELS_H
 #define SIDESTEP_KERNELS_H
 #include <stdint.h>
 
-enum { TILE = 16, GROUP = 32 };                                /* output columns of a tile; weights that share a scale */
-enum { KIND_F32 = 0, KIND_BF16 = 1, KIND_INT8 = 2, KIND_INT4 = 3 }; /* of weights; KV and embeddings: the first two */
+enum { TILE = 16 };                   /* output columns of a tile */
+enum { KIND_F32 = 0, KIND_BF16 = 1 }; /* of weights, keys, values and embeddings */
 
 typedef struct {
     int32_t kind, n, k;   /* n outputs, k inputs (an even number) */
@@ -36,7 +36,7 @@ typedef struct {
     int32_t tokens, rows, decode;        /* T, R; the first `decode` rows have one token each */
     int32_t pages;                       /* columns of page_table */
     int32_t parts;                       /* room for so many parts of a decode row's keys, PART keys each */
-    const int32_t *ids, *positions;      /* [T] */
+    const int32_t *ids;                  /* [T] */
     const int64_t *cells;                /* [T] where each token's keys and values go */
     const float *cos, *sin;              /* [T, head_dim] */
     const int32_t *query_lens, *seq_lens; /* [R] */

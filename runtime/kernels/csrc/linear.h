@@ -14,10 +14,7 @@ enum { ROWS_PAIR = 1, ROWS_ONE = 3 };
 #endif
 enum { ROWS_MOST = ROWS_PAIR > ROWS_ONE ? ROWS_PAIR : ROWS_ONE, COLUMNS_MOST = 2 * VECTORS };
 
-static inline int64_t NAME(tile_bytes)(int kind, int64_t k) {
-    return kind == KIND_F32 ? k * TILE * 4 : kind == KIND_BF16 ? (k + 1) / 2 * 2 * TILE * 2
-           : kind == KIND_INT8 ? k / GROUP * (TILE * 4 + GROUP * TILE) : k / GROUP * (TILE * 8 + GROUP * TILE / 2);
-}
+static inline int64_t NAME(tile_bytes)(int kind, int64_t k) { return k * TILE * (kind == KIND_F32 ? 4 : 2); }
 #define tile_bytes NAME(tile_bytes)
 
 INLINE void NAME(add_products)(int rows, int columns, const float *x, int64_t ldx, const vf *weight,
@@ -30,111 +27,92 @@ INLINE void NAME(add_products)(int rows, int columns, const float *x, int64_t ld
     }
 }
 
-/* acc[r][c] += sum over k of x[r][k] * w[k][c], for `rows` rows and `tiles` tiles whose weights lie `step` apart. */
-INLINE void NAME(multiply_f32)(int rows, int tiles, const float *x, int64_t ldx, const char *w, int64_t step, int k,
-                               float *out, int64_t ldo) {
-    vf acc[ROWS_MOST][COLUMNS_MOST];
+/* acc[r][c] += sum over k of x[r][k] * w[k][c], for `rows` rows and `tiles` tiles whose weights lie `step` apart.
+ * bfloat16 weights stand in pairs along k: each 32-bit lane holds two of one column, the first in its lower half. */
+INLINE void NAME(pass)(int kind, int rows, int tiles, const float *x, int64_t ldx, const char *w, int64_t step, int k,
+                       float *out, int64_t ldo) {
+    vf acc[ROWS_MOST][COLUMNS_MOST], weight[COLUMNS_MOST];
+    vu lanes[COLUMNS_MOST];
+    int stride = kind == KIND_BF16 ? 2 : 1, columns = tiles * VECTORS;
 #pragma GCC unroll 16
     for (int r = 0; r < rows; r++)
 #pragma GCC unroll 8
-        for (int c = 0; c < tiles * VECTORS; c++) acc[r][c] = load(out + r * ldo + c * VL);
-    for (int i = 0; i < k; i++) {
+        for (int c = 0; c < columns; c++) acc[r][c] = load(out + r * ldo + c * VL);
+    for (int i = 0; i < k; i += stride) {
+        const char *line = w + (int64_t)(i / stride) * TILE * 4;
         if (rows <= FEW_ROWS)
-            for (int t = 0; t < tiles; t++) __builtin_prefetch(w + t * step + (int64_t)i * TILE * 4 + AHEAD);
-        vf weight[COLUMNS_MOST];
+            for (int t = 0; t < tiles; t++) __builtin_prefetch(line + t * step + AHEAD);
 #pragma GCC unroll 8
-        for (int c = 0; c < tiles * VECTORS; c++)
-            weight[c] = load((const float *)(w + c / VECTORS * step) + i * TILE + c % VECTORS * VL);
-        NAME(add_products)(rows, tiles * VECTORS, x + i, ldx, weight, acc);
-    }
-#pragma GCC unroll 16
-    for (int r = 0; r < rows; r++)
-#pragma GCC unroll 8
-        for (int c = 0; c < tiles * VECTORS; c++) store(out + r * ldo + c * VL, acc[r][c]);
-}
-
-/* As above; weights in pairs along k, so that each 32-bit lane holds two of one column: the first in its lower half. */
-INLINE void NAME(multiply_bf16)(int rows, int tiles, const float *x, int64_t ldx, const char *w, int64_t step, int k,
-                                float *out, int64_t ldo) {
-    vf acc[ROWS_MOST][COLUMNS_MOST];
-#pragma GCC unroll 16
-    for (int r = 0; r < rows; r++)
-#pragma GCC unroll 8
-        for (int c = 0; c < tiles * VECTORS; c++) acc[r][c] = load(out + r * ldo + c * VL);
-    for (int i = 0; i < k; i += 2) {
-        if (rows <= FEW_ROWS)
-            for (int t = 0; t < tiles; t++) __builtin_prefetch(w + t * step + (int64_t)i * TILE * 2 + AHEAD);
-        vf weight[COLUMNS_MOST];
-        vu pair[COLUMNS_MOST];
-#pragma GCC unroll 8
-        for (int c = 0; c < tiles * VECTORS; c++) {
-            pair[c] = *(const vuu *)((const uint32_t *)(w + c / VECTORS * step) + i / 2 * TILE + c % VECTORS * VL);
-            weight[c] = (vf)(pair[c] << 16);
+        for (int c = 0; c < columns; c++) {
+            const char *here = line + c / VECTORS * step + c % VECTORS * VL * 4;
+            if (kind == KIND_F32) weight[c] = load((const float *)here);
+            if (kind == KIND_BF16) lanes[c] = *(const vuu *)here, weight[c] = (vf)(lanes[c] << 16);
         }
-        NAME(add_products)(rows, tiles * VECTORS, x + i, ldx, weight, acc);
+        NAME(add_products)(rows, columns, x + i, ldx, weight, acc);
+        if (kind == KIND_BF16) {
 #pragma GCC unroll 8
-        for (int c = 0; c < tiles * VECTORS; c++) weight[c] = (vf)(pair[c] & 0xffff0000u);
-        NAME(add_products)(rows, tiles * VECTORS, x + i + 1, ldx, weight, acc);
+            for (int c = 0; c < columns; c++) weight[c] = (vf)(lanes[c] & 0xffff0000u);
+            NAME(add_products)(rows, columns, x + i + 1, ldx, weight, acc);
+        }
     }
 #pragma GCC unroll 16
     for (int r = 0; r < rows; r++)
 #pragma GCC unroll 8
-        for (int c = 0; c < tiles * VECTORS; c++) store(out + r * ldo + c * VL, acc[r][c]);
+        for (int c = 0; c < columns; c++) store(out + r * ldo + c * VL, acc[r][c]);
 }
 
-#define MULTIPLY_CASES(kind)                                                                                           \
-    static void NAME(pair_##kind)(int rows, const float *x, int64_t ldx, const char *w, int64_t step, int k,           \
-                                  float *out, int64_t ldo) {                                                           \
-        switch (rows) {                                                                                                \
-            PAIR_CASES(kind)                                                                                           \
-        }                                                                                                              \
-    }                                                                                                                  \
-    static void NAME(one_##kind)(int rows, const float *x, int64_t ldx, const char *w, int k, float *out,              \
-                                 int64_t ldo) {                                                                        \
-        switch (rows) {                                                                                                \
-            ONE_CASES(kind)                                                                                            \
-        }                                                                                                              \
-    }
-#define PAIR_CASE(kind, r)                                                                                             \
-    case r: NAME(multiply_##kind)(r, 2, x, ldx, w, step, k, out, ldo); break;
-#define ONE_CASE(kind, r)                                                                                              \
-    case r: NAME(multiply_##kind)(r, 1, x, ldx, w, 0, k, out, ldo); break;
-#if VL == 16
-#define PAIR_CASES(kind)                                                                                               \
-    PAIR_CASE(kind, 1) PAIR_CASE(kind, 2) PAIR_CASE(kind, 3) PAIR_CASE(kind, 4) PAIR_CASE(kind, 5) PAIR_CASE(kind, 6)  \
-    PAIR_CASE(kind, 7) PAIR_CASE(kind, 8) PAIR_CASE(kind, 9) PAIR_CASE(kind, 10) PAIR_CASE(kind, 11)                   \
-    PAIR_CASE(kind, 12)
-#define ONE_CASES(kind)
-#elif VL == 8
-#define PAIR_CASES(kind) PAIR_CASE(kind, 1) PAIR_CASE(kind, 2)
-#define ONE_CASES(kind) ONE_CASE(kind, 3) ONE_CASE(kind, 4) ONE_CASE(kind, 5) ONE_CASE(kind, 6)
-#else
-#define PAIR_CASES(kind) PAIR_CASE(kind, 1)
-#define ONE_CASES(kind) ONE_CASE(kind, 2) ONE_CASE(kind, 3)
+#define CASE(r, tiles)                                                                                                 \
+    case r: NAME(pass)(kind, r, tiles, x, ldx, w, step, k, out, ldo); break;
+INLINE void NAME(pass_pair)(int kind, int rows, const float *x, int64_t ldx, const char *w, int64_t step, int k,
+                            float *out, int64_t ldo) {
+    switch (rows) {
+        CASE(1, 2)
+#if VL >= 8
+        CASE(2, 2)
 #endif
-MULTIPLY_CASES(f32)
-MULTIPLY_CASES(bf16)
+#if VL == 16
+        CASE(3, 2) CASE(4, 2) CASE(5, 2) CASE(6, 2) CASE(7, 2) CASE(8, 2) CASE(9, 2) CASE(10, 2) CASE(11, 2) CASE(12, 2)
+#endif
+    }
+}
+
+INLINE void NAME(pass_one)(int kind, int rows, const float *x, int64_t ldx, const char *w, int64_t step, int k,
+                           float *out, int64_t ldo) {
+    switch (rows) {
+#if VL == 4
+        CASE(2, 1)
+#endif
+#if VL <= 8
+        CASE(3, 1)
+#endif
+#if VL == 8
+        CASE(4, 1) CASE(5, 1) CASE(6, 1)
+#endif
+    }
+}
+#undef CASE
 
 /* Rows against one pair of tiles: out[r][0..31] += x[r] . w, in passes of as many rows as the registers hold. */
-static void NAME(multiply)(int kind, int rows, const float *x, int64_t ldx, const char *w, int64_t step, int k,
-                           float *out, int64_t ldo) {
+INLINE void NAME(multiply_kind)(int kind, int rows, const float *x, int64_t ldx, const char *w, int64_t step, int k,
+                                float *out, int64_t ldo) {
     while (rows > 0) {
         int pair = ROWS_ONE == 0 || rows <= ROWS_PAIR, most = pair ? ROWS_PAIR : ROWS_ONE;
         int now = rows < most ? rows : most;
-        for (int half = 0; half < (pair ? 1 : 2); half++) {
-            const char *part = w + half * step;
-            float *there = out + half * TILE;
-            if (pair && kind == KIND_BF16)
-                NAME(pair_bf16)(now, x, ldx, part, step, k, there, ldo);
-            else if (pair)
-                NAME(pair_f32)(now, x, ldx, part, step, k, there, ldo);
-            else if (kind == KIND_BF16)
-                NAME(one_bf16)(now, x, ldx, part, k, there, ldo);
-            else
-                NAME(one_f32)(now, x, ldx, part, k, there, ldo);
-        }
+        if (pair)
+            NAME(pass_pair)(kind, now, x, ldx, w, step, k, out, ldo);
+        else
+            for (int half = 0; half < 2; half++)
+                NAME(pass_one)(kind, now, x, ldx, w + half * step, step, k, out + half * TILE, ldo);
         rows -= now, x += now * ldx, out += now * ldo;
     }
+}
+
+static void NAME(multiply)(int kind, int rows, const float *x, int64_t ldx, const char *w, int64_t step, int k,
+                           float *out, int64_t ldo) {
+    if (kind == KIND_BF16)
+        NAME(multiply_kind)(KIND_BF16, rows, x, ldx, w, step, k, out, ldo);
+    else
+        NAME(multiply_kind)(KIND_F32, rows, x, ldx, w, step, k, out, ldo);
 }
 #define multiply NAME(multiply)
 

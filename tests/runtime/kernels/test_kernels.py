@@ -123,7 +123,7 @@ class Paged:
         lens, counts = np.array(self.lengths, np.int32), np.array(self.counts, np.int32)
         decode, parts = sum(count == 1 for count in self.counts), -(-max(self.lengths) // PART)
         arrays = (counts.ctypes.data, lens.ctypes.data, self.table.ctypes.data)
-        step = Step(self.tokens, len(lens), decode, self.table.shape[1], parts, *(None,) * 5, *arrays)
+        step = Step(self.tokens, len(lens), decode, self.table.shape[1], parts, *(None,) * 4, *arrays)
         out = torch.full((self.tokens, self.heads, self.dim), torch.nan)
         size = kernels.scratch_size(byref(model), self.tokens, len(lens), parts, threads)
         _memory, at = room(size)
