@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+from starlette.requests import ClientDisconnect
 
 from ipc.errors import InternalError, SidestepError
 from proc.http.errors import RETRY_AFTER, HttpError, error_body, status_of
@@ -21,6 +22,7 @@ requests = logging.getLogger("sidestep.requests")
 requests.setLevel(logging.INFO)  # opted in by a flag of its own, whatever --log-level says
 OPEN = ("/health", "/ready", "/")  # asked without a key; the page holds no secret and has a field for the key
 QUIET = ("/health", "/ready", "/metrics", "/status", "/trace")  # not in the log
+GONE = 499  # in the log, as nginx has it: the client left before there was an answer
 LONGEST_ID = 128  # characters of an X-Request-Id that is taken over
 
 
@@ -68,6 +70,8 @@ class Guard:
             if status:
                 raise  # too late for a status
             await answer(sending, error, scope["state"].get("names"))
+        except ClientDisconnect:
+            status = GONE
         except Exception:
             log.exception("%s %s failed", scope["method"], scope["path"])
             if not status:

@@ -137,7 +137,7 @@ BAD: list[tuple[str, dict[str, Any], int, str | None]] = [
     (CHAT, {"messages": HELLO, "response_format": {"type": "xml"}}, 400, "response_format.type"),
     (CHAT, {"messages": HELLO, "structured_outputs": {"regex": "(?=a)"}}, 400, "structured_outputs"),
     (CHAT, {"messages": HELLO, "structured_outputs": {"regex": "a"}, "ignore_eos": True}, 400, "ignore_eos"),
-    (CHAT, {"messages": HELLO, "logprobs": True, "top_logprobs": 21}, 400, "logprobs"),
+    (CHAT, {"messages": HELLO, "logprobs": True, "top_logprobs": 21}, 400, "top_logprobs"),
     (CHAT, {"messages": HELLO, "top_logprobs": 1}, 400, "top_logprobs"),
     (CHAT, {"messages": HELLO, "logit_bias": {"x": 1}}, 400, "logit_bias"),
     (CHAT, {"messages": HELLO, "logit_bias": {"999999": 1}}, 400, "logit_bias"),

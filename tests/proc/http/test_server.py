@@ -365,6 +365,20 @@ def test_a_client_that_goes_away_while_it_waits_leaves_the_queue(start: Start) -
     assert settled(server)
 
 
+def test_a_client_that_leaves_a_whole_answer_is_no_fault(start: Start, capfd: pytest.CaptureFixture[str]) -> None:
+    server = start(**SLOW, enable_log_requests=True)
+    with Client(server.addresses[0]) as client:
+        line = connection(server)
+        line.request("POST", CHAT, json.dumps(LONG | {"stream": False}))
+        until(client, running=1.0)
+        line.close()
+        until(client, running=0.0)
+    assert settled(server)
+    server.stop()
+    log = capfd.readouterr().err
+    assert "/v1/chat/completions 499" in log and "Traceback" not in log and "ERROR" not in log
+
+
 def test_an_idle_worker_that_has_stopped_is_noticed(start: Start) -> None:
     server = start()
     assert ask(server, "/health").status == 200
