@@ -18,11 +18,13 @@ import traceback
 from typing import Any, BinaryIO
 
 import msgspec
+import zmq
 
 from proc.role import Command, Control, ProcessSpec, run
 from proc.settings import UsageError
 from proc.topology import Role
 
+LINGER = 3.0  # seconds; a little more than the public socket's
 PR_SET_PDEATHSIG = 1
 
 
@@ -57,6 +59,7 @@ class Child:
             if command.kind == "stop":
                 for thread in threads:
                     thread.join()
+                _deliver()
                 return
         os._exit(1)  # the supervisor is gone
 
@@ -78,6 +81,13 @@ class Child:
     def tell(self, word: Word) -> None:
         with self._lock:
             self.supervisor.sendall(msgspec.json.encode(word) + b"\n")
+
+
+def _deliver() -> None:
+    """Wait until ZMQ has written what was sent, for as long as its sockets linger; it does not at a process's end."""
+    ended = threading.Thread(target=zmq.Context.instance().term, daemon=True)
+    ended.start()
+    ended.join(LINGER)
 
 
 def _is_clear(error: Exception) -> bool:

@@ -7,7 +7,10 @@ import contextlib
 import os
 import random
 import signal
+import subprocess
+import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -270,6 +273,34 @@ def test_a_dead_process_ends_every_request_with_a_word(role: str) -> None:
             with pytest.raises(errors.ProcessDied, match="signal 9"):
                 for _ in stream:
                     pass
+
+
+READER = """
+import os, signal, sys
+from ipc.client import Client
+with Client(sys.argv[1]) as client:
+    stream = client.stream("x", max_tokens=700, ignore_eos=True, logprobs=20)
+    next(iter(stream))
+    os.kill(os.getpid(), signal.SIGSTOP)
+    print(sum(1 for _ in stream), stream.result.finish_reason)
+"""
+
+
+def test_what_was_sent_arrives_though_the_server_ends() -> None:
+    """A reader that was held up still gets its answer out of a server that is going: more than a socket's buffer."""
+    server = start(max_model_len=1024)
+    with subprocess.Popen([sys.executable, "-c", READER, server.addresses[0]], stdout=-1, text=True) as reader:
+        os.waitid(os.P_PID, reader.pid, os.WSTOPPED)
+        with Client(server.addresses[0]) as client:
+            deadline = time.monotonic() + 30
+            while client.status()["running"]:
+                assert time.monotonic() < deadline
+        ending = threading.Thread(target=server.stop)
+        ending.start()
+        time.sleep(0.7)  # the tokenizer has nothing more to do, and its process would be gone
+        reader.send_signal(signal.SIGCONT)
+        ending.join(20)
+        assert reader.communicate(timeout=30)[0].split()[-1:] == ["length"]
 
 
 def test_a_drain_lets_requests_end_and_refuses_new_ones() -> None:
