@@ -103,3 +103,13 @@ def add_sampler_flags(parser: argparse.ArgumentParser) -> None:
     add("--history", type=int, default=512, help="known ids of each row, for penalties (default: 512)")
     add("--repeats", type=int, default=30, help="runs of each case (default: 30)")
     add("--json", action="store_true", help="only the JSON line")
+
+
+def add_kernels_flags(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--model", metavar="FOLDER", help="with config.json and safetensors (default: random weights, SmolLM2's shape)")
+    add("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of weights and keys (default: bfloat16)")
+    add("--repeats", type=positive, default=15, help="turns of each case, fewer of what takes long (default: 15)")
+    add("--threads", type=positive, help="that compute (default: torch's)")
+    add("--quick", action="store_true", help="tiny shapes, only to see that it runs")
+    add("--json", action="store_true", help="only the JSON line")

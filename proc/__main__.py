@@ -81,11 +81,19 @@ def parser() -> Parser:
 
 def _add_bench(commands: Any) -> None:
     bench = commands.add_parser(
-        "bench", help="measure: bench serving, bench peers, bench overlap, bench http, bench sampler, bench step"
+        "bench",
+        help="measure: bench serving, bench peers, bench overlap, bench http, bench sampler, bench kernels, bench step",
     )
     kinds = bench.add_subparsers(dest="bench", required=True, metavar="KIND", parser_class=Parser)
     serving = kinds.add_parser("serving", help="requests against a running server")
-    from bench.options import PEERS, add_overlap_flags, add_peers_flags, add_sampler_flags, add_serving_flags
+    from bench.options import (
+        PEERS,
+        add_kernels_flags,
+        add_overlap_flags,
+        add_peers_flags,
+        add_sampler_flags,
+        add_serving_flags,
+    )
 
     add_serving_flags(serving)
     serving.set_defaults(run=_bench_serving)
@@ -104,6 +112,9 @@ def _add_bench(commands: Any) -> None:
     sampler = kinds.add_parser("sampler", help="what drawing tokens costs on the CPU, by what is asked for")
     sampler.set_defaults(run=_bench_sampler)
     add_sampler_flags(sampler)
+    kernels = kinds.add_parser("kernels", help="the C kernels against torch and against what this machine can do")
+    kernels.set_defaults(run=_bench_kernels)
+    add_kernels_flags(kernels)
     step = kinds.add_parser("step", help="what one step costs the scheduler alone")
     rows = [1, 64, 256, 1024, 4096]
     step.add_argument("--rows", type=positive, nargs="+", default=rows, help="of a step (default: 1 64 256 1024 4096)")
@@ -134,6 +145,12 @@ def _bench_sampler(given: argparse.Namespace) -> int:
     from bench.sampler import main as sampler
 
     return sampler(given)
+
+
+def _bench_kernels(given: argparse.Namespace) -> int:
+    from bench.kernels import main as kernels
+
+    return kernels(given)
 
 
 def _bench_overlap(given: argparse.Namespace) -> int:
