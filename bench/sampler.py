@@ -1,7 +1,8 @@
 """`sidestep bench sampler`: what drawing costs on the CPU, by what is asked for, on logits of a model's size.
 
-Each case on the same random logits (normal, spread 3, a few ids well ahead as a model has them), the medians of
-`--repeats`; the copy of the logits that each run needs is not counted. Prints a table and one JSON line.
+Each case on the same random logits (normal, spread 3, a few ids well ahead as a model has them), the C kernels and
+their torch reference by turns, the medians of `--repeats`; the copy of the logits that each run needs is not counted.
+Prints a table and one JSON line.
 """
 
 from __future__ import annotations
@@ -10,18 +11,25 @@ import argparse
 import json
 import statistics
 import time
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 
 from runtime.device.base import MaskSet
-from runtime.logits import penalise
+from runtime.kernels.library import kernels
+from runtime.kernels.sampling import KernelOps
 from runtime.logprobs import Raw
 from runtime.sampler import sample
 from runtime.sampling import Sampling
+from runtime.sampling_on_torch import TorchOps
+from runtime.sampling_ops import SamplingOps
 from runtime.slot_sampling import SampleBatch, SlotSampling
 
+Work = Callable[[torch.Tensor, SamplingOps], None]
+Figures = dict[str, float]  # ms by path
 CASES: dict[str, dict[str, Any]] = {
     "greedy": {},
     "temperature": {"temperature": 0.8},
@@ -37,46 +45,55 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 def main(given: argparse.Namespace) -> int:
+    found, torch_ops = kernels(), TorchOps()
+    paths: dict[str, SamplingOps] = {"torch": torch_ops}
+    if found is not None:
+        paths = {found.name: KernelOps(found, torch.get_num_threads()), "torch": torch_ops}
     draw = np.random.default_rng(0)
     logits = draw.normal(0, 3, (given.rows, given.vocab_size)).astype(np.float32)
     logits[np.arange(given.rows)[:, None], draw.integers(0, given.vocab_size, (given.rows, 20))] += 8
-    figures: dict[str, float] = {}
-    for name, wishes in CASES.items():
-        figures[name] = _measure(given, torch.from_numpy(logits), wishes, draw)
-    figures["penalties alone"] = _penalties(given, torch.from_numpy(logits), draw)
+    figures = {
+        name: _measure(given, torch.from_numpy(logits), _whole(given, wishes, draw), paths)
+        for name, wishes in CASES.items()
+    }
+    alone = _batch(given, CASES["greedy, penalties"], draw)
+    figures["penalties alone"] = _measure(given, torch.from_numpy(logits), partial(_penalties, alone), paths)
     if not given.json:
-        print(f"{given.rows} rows, {given.vocab_size} ids, {torch.get_num_threads()} threads")
-        for name, cost in figures.items():
-            print(f"{name:<28}{cost:>8.2f} ms")
-    print(json.dumps({"rows": given.rows, "vocab_size": given.vocab_size, "ms": figures}))
+        print(f"{given.rows} rows, {given.vocab_size} ids, {torch.get_num_threads()} threads; ms")
+        print(" " * 28 + "".join(f"{path:>10}" for path in paths))
+        for name, costs in figures.items():
+            print(f"{name:<28}" + "".join(f"{cost:>10.2f}" for cost in costs.values()))
+    ms = {path: {name: costs[path] for name, costs in figures.items()} for path in paths}
+    print(json.dumps({"rows": given.rows, "vocab_size": given.vocab_size, "ms": ms[next(iter(paths))], "paths": ms}))
     return 0
 
 
-def _measure(
-    given: argparse.Namespace, logits: torch.Tensor, wishes: dict[str, Any], draw: np.random.Generator
-) -> float:
+def _measure(given: argparse.Namespace, logits: torch.Tensor, work: Work, paths: dict[str, SamplingOps]) -> Figures:
+    times: dict[str, list[float]] = {path: [] for path in paths}
+    for _ in range(given.repeats):
+        for path, ops in paths.items():
+            fresh = logits.clone()
+            began = time.perf_counter()
+            work(fresh, ops)
+            times[path].append(time.perf_counter() - began)
+    return {path: round(statistics.median(taken) * 1e3, 3) for path, taken in times.items()}
+
+
+def _whole(given: argparse.Namespace, wishes: dict[str, Any], draw: np.random.Generator) -> Work:
+    """All that a step's sampling does."""
     how = _batch(given, wishes, draw)
     bits = draw.integers(0, 2**32, (given.rows, -(-given.vocab_size // 32)), np.uint32)
     masks = MaskSet(np.arange(given.rows), bits, 0, 0, 0) if wishes.get("constrained") else None
-    times = []
-    for _ in range(given.repeats):
-        fresh = logits.clone()
-        began = time.perf_counter()
-        raw = Raw(fresh, how)
-        raw.of(sample(fresh, how, masks))
-        times.append(time.perf_counter() - began)
-    return round(statistics.median(times) * 1e3, 3)
+
+    def work(logits: torch.Tensor, ops: SamplingOps) -> None:
+        raw = Raw(logits, how)
+        raw.of(sample(logits, how, masks, {}, ops), ops)
+
+    return work
 
 
-def _penalties(given: argparse.Namespace, logits: torch.Tensor, draw: np.random.Generator) -> float:
-    how = _batch(given, CASES["greedy, penalties"], draw)
-    times = []
-    for _ in range(given.repeats):
-        fresh = logits.clone()
-        began = time.perf_counter()
-        penalise(fresh, how.edits)
-        times.append(time.perf_counter() - began)
-    return round(statistics.median(times) * 1e3, 3)
+def _penalties(how: SampleBatch, logits: torch.Tensor, ops: SamplingOps) -> None:
+    ops.penalise(logits, how.edits)
 
 
 def _batch(given: argparse.Namespace, wishes: dict[str, Any], draw: np.random.Generator) -> SampleBatch:

@@ -15,17 +15,18 @@ from typing import TYPE_CHECKING, Any
 from ipc.token_table import TokenTable
 from proc.halves import Halves
 from proc.settings import Settings, UsageError
+from proc.shapes import num_slots
 from runtime.batch import SlotTables
 from runtime.device.base import Device, DeviceInfo
 from runtime.device.launch import launch_work
 from runtime.device.roofline import roofline
 from runtime.device.sim import HashModel, SimDevice
 from runtime.device.timed import TimedSimDevice
-from runtime.tokenizer import ByteTokenizer
 
 if TYPE_CHECKING:
     from runtime.device.cpu import CpuModel
     from runtime.model.config import ModelConfig
+    from runtime.sampling_ops import SamplingOps
 
 SIM_BLOCKS, SIM_MODEL_LEN = 8192, 4096
 
@@ -39,10 +40,6 @@ class Built:
 def build(settings: Settings, folder: str, table: TokenTable, halves: Halves) -> Built:
     """Raises `UsageError` or `runtime.model.config.ConfigError` with one clear line."""
     return (_sim if settings.simulated else _cpu)(settings, Path(folder) if folder else None, table, halves)
-
-
-def num_slots(settings: Settings) -> int:
-    return 1 + (1 + settings.depth) * settings.max_num_seqs
 
 
 def model_len(settings: Settings, longest: int, num_blocks: int) -> int:
@@ -67,6 +64,8 @@ def _tables(settings: Settings, longest: int) -> SlotTables:
 
 def _sim(settings: Settings, folder: Path | None, table: TokenTable, halves: Halves) -> Built:
     """Without a model folder the vocabulary is bytes; with a timing, memory and context are those of what it names."""
+    from runtime.tokenizer import ByteTokenizer
+
     config = json.loads((folder / "config.json").read_text()) if folder else {}
     vocab = config.get("vocab_size", ByteTokenizer.vocab_size)
     timing = roofline(settings.timing) if settings.timing else None
@@ -105,7 +104,7 @@ def _cpu(settings: Settings, folder: Path | None, table: TokenTable, halves: Hal
     blocks = settings.num_blocks or _blocks_that_fit(settings, block, config.max_model_len)
     longest = model_len(settings, config.max_model_len, blocks)
     masks, processors = halves.open(config.vocab_size), _processors(settings.processors)
-    device = CpuDevice(model, _tables(settings, longest), table, masks, blocks, processors)
+    device = CpuDevice(model, _sampling_ops(), _tables(settings, longest), table, masks, blocks, processors)
     words = f"cpu, {str(model.dtype).removeprefix('torch.')}, {torch.get_num_threads()} threads, {path}"
     shared = config.shares_prefixes
     return Built(device, DeviceInfo(blocks, longest, config.vocab_size, model.nbytes, blocks * block, shared, words))
@@ -128,6 +127,17 @@ def _model(config: ModelConfig, weights: dict[str, Any]) -> tuple[CpuModel, str]
     except ValueError as error:
         raise UsageError(str(error)) from None
     return TorchModel(config, weights), path
+
+
+def _sampling_ops() -> SamplingOps:
+    import torch
+
+    from runtime.kernels.library import kernels
+    from runtime.kernels.sampling import KernelOps
+    from runtime.sampling_on_torch import TorchOps
+
+    found = kernels()
+    return TorchOps() if found is None else KernelOps(found, torch.get_num_threads())
 
 
 def _processors(named: dict[str, str]) -> dict[str, Any]:

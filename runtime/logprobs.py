@@ -1,4 +1,4 @@
-"""Log probabilities of tokens, by the model alone, in torch: of what was drawn and of what stood in a prompt."""
+"""Log probabilities of tokens, by the model alone: of what was drawn and of what stood in a prompt."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import torch
 from numpy.typing import NDArray
 
 from runtime.batch import Batch
+from runtime.sampling_ops import SamplingOps
 from runtime.slot_sampling import SampleBatch
 from runtime.step import ID_DTYPE, Logprobs
 
 Tensor = torch.Tensor
 I32 = NDArray[np.int32]
 F32 = NDArray[np.float32]
-LEAST = -9999.0  # a log probability below is told as this: JSON knows no infinity
 PIECE = 64  # positions of a prompt whose logits are held at once
 
 
@@ -28,14 +28,14 @@ class Raw:
         self.rows = [row for row, _ in how.logprobs]
         self.logits = logits[self.rows] if self.rows else None
 
-    def of(self, drawn: I32) -> list[Logprobs]:
+    def of(self, drawn: I32, ops: SamplingOps) -> list[Logprobs]:
         """Of what the rows drew, int32[S]."""
         if self.logits is None:
             return []
         how, most = self.how, max(top for _, top in self.how.logprobs)
         limits = how.vocab[self.rows]
         vocab = int(limits.max()) if limits.all() else 0
-        ids, values, ranks = _told(self.logits, drawn[self.rows], most, vocab)
+        ids, values, ranks = ops.told(self.logits, drawn[self.rows], most, vocab)
         return [
             _packed(int(how.slots[row]), int(how.lengths[row]), top, ids[at, None], values[at, None], ranks[at, None])
             for at, (row, top) in enumerate(how.logprobs)
@@ -43,7 +43,7 @@ class Raw:
 
 
 def of_prompts(
-    batch: Batch, vocab: NDArray[np.int64], hidden: Tensor, head: Callable[[Tensor], Tensor]
+    batch: Batch, vocab: NDArray[np.int64], hidden: Tensor, head: Callable[[Tensor], Tensor], ops: SamplingOps
 ) -> list[Logprobs]:
     """Of the prompt rows; `hidden` [T, hidden_size] are the step's states, `head` turns some into float32 logits.
 
@@ -56,23 +56,10 @@ def of_prompts(
         parts = []
         for at in range(0, len(prompt.targets), PIECE):
             targets = prompt.targets[at : at + PIECE]
-            parts.append(_told(head(states[at : at + len(targets)]), targets, prompt.top, int(vocab[slot])))
+            parts.append(ops.told(head(states[at : at + len(targets)]), targets, prompt.top, int(vocab[slot])))
         ids, values, ranks = (np.concatenate(one) for one in zip(*parts, strict=True))
         found.append(_packed(slot, prompt.first, prompt.top, ids, values, ranks))
     return found
-
-
-def _told(logits: Tensor, ids: I32, top: int, vocab: int) -> tuple[I32, F32, I32]:
-    """For float32[n, vocab] and int32[n]: ids and values [n, 1 + top], the token itself first, and ranks [n]."""
-    own_ids = torch.from_numpy(ids.astype(np.int64))[:, None]
-    total = logits.logsumexp(-1, keepdim=True)
-    own = logits.gather(-1, own_ids)
-    real = logits[:, : vocab or None]
-    best, which = real.topk(min(top, real.shape[1]))
-    ranks = (logits > own).sum(-1) + 1
-    values = (torch.cat((own, best), -1) - total).clamp(min=LEAST)
-    told = torch.cat((own_ids, which), -1)
-    return told.numpy().astype(np.int32), values.numpy(), ranks.numpy().astype(np.int32)
 
 
 def _packed(slot: int, first: int, top: int, ids: I32, values: F32, ranks: I32) -> Logprobs:

@@ -17,6 +17,7 @@ from runtime.logits import Processor
 from runtime.logprobs import Raw, of_prompts
 from runtime.model.config import ModelConfig
 from runtime.sampler import sample
+from runtime.sampling_ops import SamplingOps
 from runtime.step import Logprobs, StepPlan, StepResult
 
 
@@ -41,20 +42,21 @@ class CpuModel(Protocol):
 
 
 class CpuDevice:
-    """`model` with `num_blocks` KV pages, page 0 is scratch; `processors` by the names that requests give."""
+    """`model` with `num_blocks` KV pages, page 0 is scratch; `ops` draw its tokens; `processors` by their names."""
 
     failed: Exception | None = None
 
     def __init__(
         self,
         model: CpuModel,
+        ops: SamplingOps,
         tables: SlotTables,
         tokens: Tokens,
         masks: Masks,
         num_blocks: int,
         processors: Mapping[str, Processor],
     ) -> None:
-        self.model, self.tables, self.tokens, self.masks = model, tables, tokens, masks
+        self.model, self.ops, self.tables, self.tokens, self.masks = model, ops, tables, tokens, masks
         self.num_blocks, self.processors = num_blocks, processors
         config = model.config
         self.cache = KVCache(
@@ -89,9 +91,10 @@ class CpuDevice:
 
     def _sample(self, batch: Batch, hidden: torch.Tensor, masks: MaskSet | None) -> list[Logprobs]:
         """Draw and publish; the log probabilities that were asked for."""
-        found = of_prompts(batch, self.tables.sampling.vocab, hidden, self.model.logits) if batch.prompts else []
+        vocab, head = self.tables.sampling.vocab, self.model.logits
+        found = of_prompts(batch, vocab, hidden, head, self.ops) if batch.prompts else []
         logits = self.model.logits(hidden[torch.from_numpy(batch.last_tokens)])
         raw = Raw(logits, batch.sample)
-        ids = sample(logits, batch.sample, masks, self.processors)
+        ids = sample(logits, batch.sample, masks, self.processors, self.ops)
         self.tokens.publish(batch.step, batch.sample_rows, batch.slots[batch.sample_rows], ids[:, None])
-        return found + raw.of(ids)
+        return found + raw.of(ids, self.ops)

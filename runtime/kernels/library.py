@@ -52,6 +52,29 @@ class Step(ctypes.Structure):
     ]
 
 
+class Draws(ctypes.Structure):
+    _fields_ = [
+        *((name, c_int32) for name in ("rows", "size")),
+        *((name, c_void_p) for name in ("logits", "temperature", "top_k", "top_p", "min_p", "uniform", "ids")),
+    ]
+
+
+class Penalty(ctypes.Structure):
+    _fields_ = [
+        *((name, c_int32) for name in ("row", "count")),
+        *((name, c_void_p) for name in ("ids", "counts")),
+        *((name, c_float) for name in ("repetition", "frequency", "presence")),
+    ]
+
+
+class Told(ctypes.Structure):
+    _fields_ = [
+        *((name, c_int32) for name in ("rows", "size", "real", "top")),
+        ("least", c_float),
+        *((name, c_void_p) for name in ("logits", "ids", "values", "ranks")),
+    ]
+
+
 _MODEL, _STEP, _LINEAR = POINTER(Model), POINTER(Step), POINTER(Linear)
 _FUNCTIONS: dict[str, tuple[Any, ...]] = {
     "scratch_size": (c_int64, _MODEL, c_int32, c_int32, c_int32, c_int32),
@@ -59,7 +82,11 @@ _FUNCTIONS: dict[str, tuple[Any, ...]] = {
     "linear": (None, _LINEAR, c_void_p, c_int32, c_void_p, c_void_p, c_int32),
     "attend": (None, _MODEL, _STEP, c_int32, c_void_p, c_int32, c_void_p, c_void_p, c_int32),
     "rms_norm": (None, c_void_p, c_void_p, c_float, c_int32, c_int32, c_void_p, c_int32),
-    "argmax": (None, c_void_p, c_int32, c_int32, c_void_p, c_int32),
+    "choice_size": (c_int64, c_int32),
+    "draw": (None, POINTER(Draws), c_void_p, c_int32),
+    "tell": (None, POINTER(Told), c_void_p, c_int32),
+    "mask": (None, c_void_p, c_int32, c_void_p, c_int32, c_void_p, c_int32, c_int32),
+    "penalise": (None, c_void_p, c_int32, POINTER(Penalty), c_int32, c_int32),
 }
 
 

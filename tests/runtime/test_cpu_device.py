@@ -17,12 +17,15 @@ import torch
 import runtime.device.cpu as cpu
 from runtime.batch import SlotTables
 from runtime.kernels.library import every
+from runtime.kernels.sampling import KernelOps
 from runtime.limits import Limits
 from runtime.model.config import ModelConfig
 from runtime.model.on_torch import TorchModel
 from runtime.model.packed import PackedLlama
 from runtime.model.weights import expected_shapes
 from runtime.request import Request
+from runtime.sampling_on_torch import TorchOps
+from runtime.sampling_ops import SamplingOps
 from runtime.slot_sampling import SampleBatch
 from tests.fakes import Answer, Engine, request
 
@@ -48,10 +51,13 @@ class CpuEngine(Engine):
         super().__init__(limits, seed)
         pages = -(-limits.max_model_len // limits.block_size)
         tables = SlotTables(limits.slots, pages, limits.block_size)
-        self.device = cpu.CpuDevice(MODELS[path], tables, self.tokens, self.grammar, limits.num_blocks, {})  # type: ignore[assignment]
+        self.device = cpu.CpuDevice(  # type: ignore[assignment]
+            MODELS[path], OPS[path], tables, self.tokens, self.grammar, limits.num_blocks, {}
+        )
 
 
 MODELS = models()
+OPS: dict[str, SamplingOps] = {"torch": TorchOps(), **{one.name: KernelOps(one, 2) for one in every()}}
 
 
 def requests() -> list[Request]:

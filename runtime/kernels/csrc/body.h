@@ -9,4 +9,5 @@
 #include "linear.h"
 #include "elementwise.h"
 #include "attention.h"
+#include "sampling.h"
 #include "forward.h"

@@ -1,4 +1,4 @@
-/* Norms, rotary positions, embeddings, the write of keys and values, argmax. */
+/* Norms, rotary positions, embeddings, the write of keys and values. */
 
 /* Root mean square norm (Zhang and Sennrich 2019) of one row. */
 INLINE void NAME(norm_row)(const float *x, const float *weight, float eps, int size, float *out) {
@@ -74,16 +74,4 @@ static void NAME(embed_stage)(Team *team, const Model *model, const Step *step, 
         for (; i + VL <= size; i += VL) store(out + to + i, load_kind(model->embedding, model->embedding_kind, at + i));
         for (; i < size; i++) out[to + i] = NAME(scalar)(model->embedding, model->embedding_kind, at + i);
     }
-}
-
-/* The first of the largest; NaN is never chosen unless it stands first. */
-static int NAME(argmax_row)(const float *x, int size) {
-    vf best = splat(x[0]);
-    int i = 0;
-    for (; i + VL <= size; i += VL) best = larger(load(x + i), best);
-    float most = largest(best);
-    for (; i < size; i++) most = x[i] > most ? x[i] : most;
-    for (i = 0; i < size; i++)
-        if (x[i] == most) return i;
-    return 0;
 }

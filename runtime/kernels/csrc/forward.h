@@ -92,9 +92,7 @@ static void NAME(norm)(const float *x, const float *weight, float eps, int32_t r
     TEAM_RUN(threads, NULL, 0, norm_stage(team, x, weight, eps, rows, size, out));
 }
 
-static void NAME(argmax)(const float *logits, int32_t rows, int32_t size, int32_t *ids, int32_t threads) {
-    TEAM_RUN(threads, NULL, 0, for (int r = take(team); r < rows; r = take(team)) ids[r] =
-                                   NAME(argmax_row)(logits + (int64_t)r * size, size));
-}
-
-const Kernels NAME(kernels) = {ISA_NAME, NAME(scratch_size), NAME(forward), NAME(linear), NAME(attend), NAME(norm), NAME(argmax)};
+const Kernels NAME(kernels) = {
+    ISA_NAME,           NAME(scratch_size), NAME(forward), NAME(linear), NAME(attend), NAME(norm),
+    NAME(choice_size),  NAME(draw),         NAME(tell),    NAME(mask),   NAME(penalise),
+};

@@ -46,6 +46,33 @@ typedef struct {
 /* A decode row's keys are attended to in parts of PART, so that one long row is work for several threads. */
 enum { PART = 512 };
 
+/* How each row's token is drawn; see sampling.h. */
+typedef struct {
+    int32_t rows, size;          /* logits [rows, size] */
+    const float *logits;
+    const double *temperature;   /* [rows]; 0 is greedy */
+    const int64_t *top_k;        /* [rows]; 0 is off */
+    const double *top_p, *min_p; /* [rows]; 1 and 0 are off */
+    const double *uniform;       /* [rows], in [0, 1) */
+    int32_t *ids;                /* [rows] out */
+} Draws;
+
+typedef struct {
+    int32_t row, count;
+    const int32_t *ids, *counts; /* [count]: ids that have occurred, each once; how often each stands in the output */
+    float repetition, frequency, presence;
+} Penalty;
+
+/* What is told of tokens beside themselves. */
+typedef struct {
+    int32_t rows, size, real, top; /* logits [rows, size], of which the first `real` are ids; `top` <= real */
+    float least;                   /* what a smaller log probability is told as */
+    const float *logits;
+    int32_t *ids;                  /* [rows, 1 + top]: the first of each row is given, the best follow */
+    float *values;                 /* [rows, 1 + top]: their log probabilities */
+    int32_t *ranks;                /* [rows]: of the given ids, from 1 */
+} Told;
+
 /* Every kernel for one instruction set. `scratch` is aligned to 64 bytes and of at least the size that is told. */
 typedef struct {
     const char *name;
@@ -56,7 +83,12 @@ typedef struct {
                    int32_t threads);
     void (*rms_norm)(const float *x, const float *weight, float eps, int32_t rows, int32_t size, float *out,
                      int32_t threads);
-    void (*argmax)(const float *logits, int32_t rows, int32_t size, int32_t *ids, int32_t threads);
+    int64_t (*choice_size)(int32_t size); /* scratch of each thread that `draw` and `tell` need */
+    void (*draw)(const Draws *, void *scratch, int32_t threads);
+    void (*tell)(const Told *, void *scratch, int32_t threads);
+    void (*mask)(float *logits, int32_t size, const int64_t *rows, int32_t count, const uint32_t *bits, int32_t words,
+                 int32_t threads);
+    void (*penalise)(float *logits, int32_t size, const Penalty *, int32_t count, int32_t threads);
 } Kernels;
 
 extern const Kernels kernels_portable, kernels_avx2, kernels_avx512;
