@@ -1,5 +1,6 @@
 /* AVX2 with FMA: x86-64 since 2013 (Intel) and 2015 (AMD). */
 #if defined(__x86_64__)
+#include <immintrin.h>
 #include <math.h>
 #include <stddef.h>
 #include <string.h>

@@ -1,5 +1,6 @@
 /* AVX-512 (foundation, bytes and words, double and quad words, short vectors). */
 #if defined(__x86_64__)
+#include <immintrin.h>
 #include <math.h>
 #include <stddef.h>
 #include <string.h>

@@ -95,7 +95,7 @@ static void NAME(weigh_values)(const float *values, int count, float best, float
         int left = count - i < VL ? count - i : VL;
         if (left < VL) memset(line, 0, sizeof line), memcpy(line, values + i, (size_t)left * sizeof *line);
         vf weight = expv(((left < VL ? load(line) : load(values + i)) - best) / temperature);
-        store(line, select(weight < min_p, splat(0.0f), weight));
+        store(line, choose(weight < min_p, splat(0.0f), weight));
         if (left < VL)
             memcpy(weights + i, line, (size_t)left * sizeof *line);
         else
@@ -271,7 +271,7 @@ static void NAME(mask_row)(float *x, int size, const uint32_t *bits) {
     int i = 0;
     for (; i + VL <= size; i += VL) {
         vi set = (vi)((((vu){0} + (bits[i / 32] >> i % 32)) & lane) != 0);
-        store(x + i, select(set, load(x + i), splat(-INFINITY)));
+        store(x + i, choose(set, load(x + i), splat(-INFINITY)));
     }
     for (; i < size; i++)
         if (!(bits[i / 32] >> i % 32 & 1)) x[i] = -INFINITY;

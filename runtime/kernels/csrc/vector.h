@@ -8,6 +8,7 @@ typedef uint16_t NAME(vh) __attribute__((vector_size(2 * VL)));
 typedef uint16_t NAME(vhu) __attribute__((vector_size(2 * VL), aligned(2), may_alias));
 typedef int8_t NAME(vbu) __attribute__((vector_size(VL), aligned(1), may_alias));
 typedef float NAME(v4) __attribute__((vector_size(16)));
+typedef int32_t NAME(v4i) __attribute__((vector_size(16)));
 #define vf NAME(vf)
 #define vfu NAME(vfu)
 #define vu NAME(vu)
@@ -17,13 +18,22 @@ typedef float NAME(v4) __attribute__((vector_size(16)));
 #define vhu NAME(vhu)
 #define vbu NAME(vbu)
 #define v4 NAME(v4)
+#define v4i NAME(v4i)
 
 #define INLINE static inline __attribute__((always_inline))
 
 INLINE vf load(const float *p) { return *(const vfu *)p; }
 INLINE void store(float *p, vf x) { *(vfu *)p = x; }
 INLINE vf splat(float x) { return x - (vf){0}; }
-INLINE vf from_bf16(vh x) { return (vf)(__builtin_convertvector(x, vu) << 16); }
+/* Spelled out where compilers make five instructions of one. */
+#if VL == 16 && defined(__AVX512F__)
+#define widened(x) (vu)_mm512_cvtepu16_epi32((__m256i)(x))
+#elif VL == 8 && defined(__AVX2__)
+#define widened(x) (vu)_mm256_cvtepu16_epi32((__m128i)(x))
+#else
+#define widened(x) __builtin_convertvector(x, vu)
+#endif
+INLINE vf from_bf16(vh x) { return (vf)(widened(x) << 16); }
 INLINE vf load_bf16(const uint16_t *p) { return from_bf16(*(const vhu *)p); }
 INLINE float NAME(scalar)(const void *p, int kind, int64_t at) {
     if (kind == KIND_F32) return ((const float *)p)[at];
@@ -48,8 +58,8 @@ INLINE void store_kind(void *p, int kind, int64_t at, vf x) {
         store((float *)p + at, x);
 }
 
-INLINE vf select(vi mask, vf yes, vf no) { return (vf)(((vi)yes & mask) | ((vi)no & ~mask)); }
-INLINE vf larger(vf a, vf b) { return select(a > b, a, b); }
+INLINE vf choose(vi mask, vf yes, vf no) { return (vf)(((vi)yes & mask) | ((vi)no & ~mask)); }
+INLINE vf larger(vf a, vf b) { return choose(a > b, a, b); }
 
 INLINE float sum(vf x) {
     union { vf whole; v4 part[VL / 4]; } u = {x};
@@ -59,16 +69,49 @@ INLINE float sum(vf x) {
 }
 
 INLINE float largest(vf x) {
-    float m = x[0];
-    for (int i = 1; i < VL; i++) m = x[i] > m ? x[i] : m;
-    return m;
+    union { vf whole; v4 part[VL / 4]; } u = {x};
+    v4 m = u.part[0];
+    for (int i = 1; i < VL / 4; i++) {
+        v4i more = u.part[i] > m;
+        m = (v4)(((v4i)u.part[i] & more) | ((v4i)m & ~more));
+    }
+    float low = m[0] > m[1] ? m[0] : m[1], high = m[2] > m[3] ? m[2] : m[3];
+    return low > high ? low : high;
+}
+
+INLINE vi iota(void) {
+    vi lanes;
+    for (int i = 0; i < VL; i++) lanes[i] = i;
+    return lanes;
+}
+
+/* Neighbours `half` apart added: of `a` in the lanes without the bit `half`, of `b` in those with it. */
+INLINE vf halves(vf a, vf b, int half) {
+#if defined(__clang__)
+    vf r;
+    for (int i = 0; i < VL; i++) r[i] = i & half ? b[i - half] + b[i] : a[i] + a[i + half];
+    return r;
+#else
+    vi low = iota(), with = (low & half) != 0;
+    low += with & (VL - half);
+    return __builtin_shuffle(a, b, low) + __builtin_shuffle(a, b, low + half);
+#endif
+}
+
+/* Lane i is the sum of the lanes of x[i]: a tree over all VL vectors at once. Overwrites x. */
+INLINE vf sums(vf *x) {
+#pragma GCC unroll 4
+    for (int half = 1; half < VL; half *= 2)
+#pragma GCC unroll 8
+        for (int i = 0; i < VL; i += 2 * half) x[i] = halves(x[i], x[i + half], half);
+    return x[0];
 }
 
 /* e^x within 2 ulp for x <= 0 or small; 0 below -87 (Cody and Waite's reduction, a degree 6 polynomial). */
 INLINE vf expv(vf x) {
     vf clamped = larger(x, splat(-87.0f));
     vf n = clamped * 1.44269504f;
-    vi whole = __builtin_convertvector(n + select(n < 0, splat(-0.5f), splat(0.5f)), vi);
+    vi whole = __builtin_convertvector(n + choose(n < 0, splat(-0.5f), splat(0.5f)), vi);
     vf k = __builtin_convertvector(whole, vf);
     vf r = clamped - k * 0.693359375f;
     r = r + k * 2.12194440e-4f;
@@ -78,5 +121,5 @@ INLINE vf expv(vf x) {
     p = p * r + 1.6666665459e-1f;
     p = p * r + 5.0000001201e-1f;
     p = p * (r * r) + r + 1.0f;
-    return select(x < -87.0f, splat(0.0f), p * (vf)((whole + 127) << 23));
+    return choose(x < -87.0f, splat(0.0f), p * (vf)((whole + 127) << 23));
 }
