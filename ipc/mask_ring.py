@@ -1,19 +1,18 @@
 """The ring of masks: which ids the constrained rows of a step may draw, one bit an id, in memory that both sides map.
 
 Whoever makes masks writes those of step N into entry N % ring; the worker reads them when the step's second half says
-that they are there. Like the TokenTable it is a memfd made by whoever starts the processes. Its size is that of the
-largest vocabulary; what is not touched takes no memory.
+that they are there. The memory is of `ipc.shared_memory`, in the size of the largest vocabulary; what is not touched
+takes none.
 """
 
 from __future__ import annotations
 
 import mmap
-import os
 
 import numpy as np
 from numpy.typing import NDArray
 
-MOST_IDS = 1 << 19  # a larger vocabulary is refused
+from ipc.shared_memory import MOST_IDS
 
 
 class MaskRing:
@@ -33,11 +32,3 @@ class MaskRing:
         """uint32[rows, words] of a step."""
         entry: NDArray[np.uint32] = self.bits[step % len(self.bits)]
         return entry
-
-    @staticmethod
-    def create_fd(ring: int, rows: int) -> int:
-        """A memfd large enough for any vocabulary; inheritable."""
-        fd = os.memfd_create("sidestep-masks", 0)
-        os.set_inheritable(fd, True)
-        os.truncate(fd, ring * rows * MOST_IDS // 8)
-        return fd

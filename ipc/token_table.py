@@ -1,19 +1,18 @@
 """The TokenTable: next-token ids that the worker writes and the scheduler reads, in memory both of them map.
 
 `next[slot]` is the input id of a slot's next decode row. The ring `ids[step % R, row, k]` with `count[row]` and a step
-stamp holds what each step drew. The memory is a memfd made by whoever starts the processes and inherited by them, so
-there is no name to collide, to unlink or to leave behind. Knows no plan and no request. Sampled rows are poisoned
-with -1 before use; a reader that meets a poisoned or stale value raises.
+stamp holds what each step drew. Knows no plan and no request. Sampled rows are poisoned with -1 before use; a reader
+that meets a poisoned or stale value raises.
 """
 
 from __future__ import annotations
 
 import mmap
-import os
-from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
+
+from ipc.shared_memory import Shape
 
 I32 = NDArray[np.int32]
 
@@ -22,22 +21,8 @@ class TableError(RuntimeError):
     """Our own broken invariant: an id was read that is not there (yet, or any more)."""
 
 
-@dataclass(frozen=True)
-class Shape:
-    """What both sides must agree on; `ring` is at least overlap depth + 2."""
-
-    slots: int
-    ring: int
-    rows: int
-    width: int = 1  # tokens a row may yield in one step
-
-    @property
-    def nbytes(self) -> int:
-        return 4 * (self.slots + self.ring * self.rows * (self.width + 1)) + 8 * self.ring
-
-
 class TokenTable:
-    """One mapping of the table. `fd` None keeps it in this process alone; otherwise it is a memfd of `create_fd`."""
+    """One mapping of the table. `fd` None keeps it in this process alone; otherwise it is of `create_table`."""
 
     def __init__(self, shape: Shape, fd: int | None = None) -> None:
         self.shape = shape
@@ -48,18 +33,6 @@ class TokenTable:
         self.next: I32 = numbers[: shape.slots]
         self.ids: I32 = numbers[shape.slots :][: ring * rows * width].reshape(ring, rows, width)
         self.count: I32 = numbers[shape.slots + ring * rows * width :].reshape(ring, rows)
-
-    @staticmethod
-    def create_fd(shape: Shape) -> int:
-        """A zeroed memfd of the table's size with no step stamped, every page touched; inheritable."""
-        fd = os.memfd_create("sidestep-tokens", 0)
-        os.set_inheritable(fd, True)
-        os.truncate(fd, shape.nbytes)
-        table = TokenTable(shape, fd)
-        table.stamp[:] = -1
-        table.ids[:] = -1
-        table.next[:] = 0
-        return fd
 
     def poison(self, step: int, rows: I32) -> None:
         """Before a step runs: its sampling `rows` hold nothing yet, and the ring entry is now this step's."""

@@ -82,7 +82,8 @@ def parser() -> Parser:
 def _add_bench(commands: Any) -> None:
     bench = commands.add_parser(
         "bench",
-        help="measure: bench serving, bench peers, bench overlap, bench http, bench sampler, bench kernels, bench step",
+        help="measure: bench serving, bench peers, bench overlap, bench http, bench sampler, bench kernels, "
+        "bench step, bench start",
     )
     kinds = bench.add_subparsers(dest="bench", required=True, metavar="KIND", parser_class=Parser)
     serving = kinds.add_parser("serving", help="requests against a running server")
@@ -121,6 +122,11 @@ def _add_bench(commands: Any) -> None:
     step.add_argument("--steps", type=positive, default=200, help="over which means are taken (default: 200)")
     step.add_argument("--json", action="store_true", help="only the JSON lines")
     step.set_defaults(run=_bench_step)
+    start = kinds.add_parser("start", help="how long `serve` takes until it is ready")
+    start.add_argument("options", nargs="*", help="of `serve`, after --")
+    start.add_argument("--repeats", type=positive, default=5, help="starts (default: 5)")
+    start.add_argument("--json", action="store_true", help="only the JSON line")
+    start.set_defaults(run=_bench_start)
 
 
 def _trace(given: argparse.Namespace) -> int:
@@ -169,6 +175,12 @@ def _bench_step(given: argparse.Namespace) -> int:
     from bench.step import run as step
 
     return step(given.rows, given.steps, given.json)
+
+
+def _bench_start(given: argparse.Namespace) -> int:
+    from bench.start import run as start
+
+    return start(given.options, given.repeats, given.json)
 
 
 def serve(given: argparse.Namespace) -> int:

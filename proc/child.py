@@ -41,6 +41,7 @@ class Word(msgspec.Struct, frozen=True):
 class Child:
     def __init__(self, spec: ProcessSpec, supervisor: socket.socket, lines: BinaryIO) -> None:
         self.spec, self.supervisor, self.lines = spec, supervisor, lines
+        self.loading = len(spec.roles)
         self.controls = [Control() for _ in spec.roles]
         self._lock = threading.Lock()
 
@@ -68,7 +69,7 @@ class Child:
         try:
             loop = _loop(role, self.spec)
             self.tell(Word("ready", str(role), loop.start() | {"thread": threading.get_native_id()}))
-            gc.freeze()  # what was loaded stays: no collection needs to look at it again
+            self.loaded()
             run(loop, control, loop.sockets, lambda command: self.tell(Word("obeyed", str(role), message=command.kind)))
             loop.close()
             self.tell(Word("ended", str(role)))
@@ -77,6 +78,15 @@ class Child:
             trace = "" if mistake else traceback.format_exc()
             self.tell(Word("failed", str(role), message=str(error) or repr(error), trace=trace))
             os._exit(1)
+
+    def loaded(self) -> None:
+        """One more role is ready. After the last: what was loaded stays, no collection needs to look at it again."""
+        with self._lock:
+            self.loading -= 1
+            if self.loading:
+                return
+        gc.freeze()
+        gc.enable()
 
     def tell(self, word: Word) -> None:
         with self._lock:
@@ -120,6 +130,7 @@ def _loop(role: Role, spec: ProcessSpec) -> Any:
 
 
 def main() -> None:
+    gc.disable()  # until all is loaded: the collections would take a seventh of the time that torch needs
     supervisor = socket.socket(fileno=int(sys.argv[1]))
     lines = supervisor.makefile("rb")
     spec = msgspec.json.decode(lines.readline(), type=ProcessSpec)

@@ -20,9 +20,9 @@ from ipc.errors import InternalError, InvalidRequest
 from ipc.internal import Compile, Compiled, Forget, Rejected, ReplicaReady, ToTokenizer
 from ipc.mask_ring import MaskRing
 from ipc.sockets import Receiver, Sender
-from proc.halves import ring_shape
 from proc.models import load_tokenizer
 from proc.role import Command, Poller, ProcessSpec
+from proc.shapes import ring_shape
 from runtime.step import ID_DTYPE, MaskOrder, SampleHalf
 
 if TYPE_CHECKING:

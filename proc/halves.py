@@ -10,17 +10,12 @@ from ipc.endpoints import address
 from ipc.mask_ring import MaskRing
 from ipc.sockets import Receiver
 from proc.role import Control, ProcessSpec
-from proc.settings import Settings
+from proc.shapes import ring_shape
 from runtime.device.base import MaskSet
 from runtime.step import ID_DTYPE, SampleHalf
 
 LONGEST = 60.0  # seconds that a step waits for its masks
 SLICE = 0.1  # seconds between looks whether the worker ends
-
-
-def ring_shape(settings: Settings) -> tuple[int, int]:
-    """(steps, rows) of a replica's mask ring."""
-    return settings.depth + 2, settings.max_num_seqs
 
 
 class Stopped(Exception):

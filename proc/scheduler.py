@@ -28,7 +28,7 @@ from ipc.sockets import Receiver, Sender
 from ipc.token_table import TokenTable
 from proc.device_clock import COLUMNS, DeviceClock
 from proc.role import Command, Poller, ProcessSpec
-from proc.worker import table_shape
+from proc.shapes import table_shape
 from runtime.device.base import DeviceInfo
 from runtime.limits import Limits
 from runtime.request import AdmissionError, Request

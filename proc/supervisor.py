@@ -22,18 +22,18 @@ from typing import Any
 import msgspec
 
 from ipc.endpoints import announce, create_run_dir
-from ipc.mask_ring import MaskRing
-from ipc.token_table import TokenTable
+from ipc.shared_memory import create_masks, create_table
 from proc import topology
 from proc.child import Word
-from proc.halves import ring_shape
+from proc.cores import computes, leave_first, parse_cores, use
 from proc.models import prepare, served_name
 from proc.role import Command, ProcessSpec
 from proc.settings import Settings, UsageError
+from proc.shapes import ring_shape, table_shape
 from proc.topology import Role, Topology
-from proc.worker import table_shape
 
 SPIN = {"GOMP_SPINCOUNT": "5000"}  # compute threads that spin on take the cores the other roles need (bench/LOG.md)
+ONE_THREAD = {"OPENBLAS_NUM_THREADS": "1"}  # of numpy, where no worker is: starting more is most of its import
 GRACE = 5.0  # seconds from a stop to a kill
 
 
@@ -133,6 +133,7 @@ class Supervisor:
             folder = prepare(self.settings, self.tell)
             self._spawn_all(folder)
             self._wait_until(lambda: all(p.all_ready for p in self.processes), self.settings.startup_timeout)
+            self._give_back_first_core()
             self.addresses = [self._info("tokenizer", n)["public"] for n in range(self.topology.count("tokenizer"))]
             for process in self.processes:
                 process.send(Command("addresses", message=" ".join(self.addresses)))
@@ -199,10 +200,21 @@ class Supervisor:
         self._run_dir = create_run_dir()
         shape = table_shape(self.settings)
         replicas = range(self.topology.count("scheduler"))
-        self._tables = [TokenTable.create_fd(shape) for _ in replicas]
-        self._rings = [MaskRing.create_fd(*ring_shape(self.settings)) for _ in replicas]
-        for roles in self.topology.processes:
+        self._tables = [create_table(shape) for _ in replicas]
+        self._rings = [create_masks(*ring_shape(self.settings)) for _ in replicas]
+        for roles in sorted(self.topology.processes, key=computes, reverse=True):  # a worker takes longest to load
             self._spawn(roles, folder)
+            if self._worker_loads_alone and not computes(roles):
+                leave_first(self.processes[-1].popen.pid)
+
+    @property
+    def _worker_loads_alone(self) -> bool:
+        """Whether the others leave it the first core: a start is as long as its import of torch, one thread's work."""
+        return not (self.settings.simulated or self.cores)
+
+    def _give_back_first_core(self) -> None:
+        for process in self.processes if self._worker_loads_alone else ():
+            use(process.popen.pid, os.sched_getaffinity(0))
 
     def _spawn(self, roles: tuple[Role, ...], folder: str) -> None:
         ours, theirs = socket.socketpair()
@@ -223,7 +235,10 @@ class Supervisor:
         popen = subprocess.Popen(
             [sys.executable, "-m", "proc.child", str(theirs.fileno())],
             pass_fds=[theirs.fileno(), *self._tables, *self._rings, *([self._http.fileno()] if self._http else [])],
-            env=SPIN | os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))},
+            env=({} if computes(roles) else ONE_THREAD)
+            | SPIN
+            | os.environ
+            | {"PYTHONPATH": os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))},
             stdin=subprocess.DEVNULL,
             start_new_session=True,
         )
@@ -310,19 +325,3 @@ def listen(settings: Settings) -> socket.socket:
     except OSError as error:
         words = (error.strerror or str(error)).partition(" (while")[0]
         raise UsageError(f"--host {settings.host} --port {settings.port}: {words}") from None
-
-
-def parse_cores(text: str | None) -> dict[str, list[int]]:
-    """`worker=0-1,tokenizer=2` by role. Raises `UsageError` for a role or a core that is not there."""
-    cores: dict[str, list[int]] = {}
-    present = os.sched_getaffinity(0)
-    for part in text.split(",") if text else []:
-        name, _, span = part.partition("=")
-        first, _, last = span.partition("-")
-        if name not in topology.ROLES or not first.isdecimal() or not (last or first).isdecimal():
-            raise UsageError(f"--cores: {part!r} is not ROLE=CORE or ROLE=FIRST-LAST")
-        wanted = list(range(int(first), int(last or first) + 1))
-        if not wanted or not set(wanted) <= present:
-            raise UsageError(f"--cores: {part!r}: this process may use the cores {sorted(present)}")
-        cores.setdefault(name, []).extend(wanted)
-    return cores

@@ -8,18 +8,13 @@ from typing import Any
 from ipc.endpoints import address
 from ipc.internal import Alive
 from ipc.sockets import Receiver, Sender
-from ipc.token_table import Shape, TokenTable
-from proc.devices import build, num_slots
+from ipc.token_table import TokenTable
+from proc.devices import build
 from proc.halves import Halves, Stopped
 from proc.role import Command, Poller, ProcessSpec
-from proc.settings import Settings
+from proc.shapes import table_shape
 from runtime.device.base import Device, DeviceInfo
 from runtime.step import StepPlan, StepResult
-
-
-def table_shape(settings: Settings) -> Shape:
-    """What scheduler and worker of a replica agree on."""
-    return Shape(num_slots(settings), settings.depth + 2, settings.max_num_seqs)
 
 
 class Worker:

@@ -19,9 +19,14 @@ def python(code: str) -> str:
     ).stdout
 
 
-@pytest.mark.parametrize("name", ["ipc", "ipc.client", "ipc.async_client", "ipc.messages", "proc.settings"])
-def test_clients_load_nothing_heavy(name: str) -> None:
+@pytest.mark.parametrize("name", ["ipc", "ipc.client", "ipc.async_client", "ipc.messages", "proc.supervisor"])
+def test_clients_and_the_command_load_nothing_heavy(name: str) -> None:
     assert python(f"import sys, {name}\nprint({HEAVY} & set(sys.modules))").strip() == "set()"
+
+
+@pytest.mark.parametrize("role", ["tokenizer", "scheduler", "grammar", "http.role", "worker"])
+def test_no_role_loads_torch_before_its_device_is_known(role: str) -> None:
+    assert python(f"import sys, proc.child, proc.{role}\nprint('torch' in sys.modules)").strip() == "False"
 
 
 def test_the_front_door_opens_late() -> None:

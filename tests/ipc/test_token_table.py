@@ -10,7 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ipc.token_table import Shape, TableError, TokenTable
+from ipc.shared_memory import Shape, create_table
+from ipc.token_table import TableError, TokenTable
 
 SHAPE = Shape(slots=6, ring=3, rows=4, width=2)
 ROWS, SLOTS = np.array([0, 2], np.int32), np.array([5, 1], np.int32)
@@ -20,7 +21,7 @@ ROWS, SLOTS = np.array([0, 2], np.int32), np.array([5, 1], np.int32)
 def tables(request: pytest.FixtureRequest) -> tuple[TokenTable, TokenTable]:
     """(writer, reader)"""
     if request.param == "shm":
-        fd = TokenTable.create_fd(SHAPE)
+        fd = create_table(SHAPE)
         return TokenTable(SHAPE, fd), TokenTable(SHAPE, fd)
     table = TokenTable(SHAPE)
     table.stamp[:] = -1
@@ -74,10 +75,10 @@ def test_slot_0_stays_0_and_a_stale_publish_raises(tables: tuple[TokenTable, Tok
 
 
 def test_another_process_writes_through_the_inherited_memfd() -> None:
-    fd = TokenTable.create_fd(SHAPE)
+    fd = create_table(SHAPE)
     program = (
         "import sys, numpy as np\n"
-        "from ipc.token_table import Shape, TokenTable\n"
+        "from ipc.shared_memory import Shape\nfrom ipc.token_table import TokenTable\n"
         "table, rows = TokenTable(Shape(6, 3, 4, 2), int(sys.argv[1])), np.array([0, 2], np.int32)\n"
         "table.poison(4, rows)\n"
         "table.publish(4, rows, np.array([5, 1], np.int32), np.array([[7, 8], [9, 10]], np.int32))\n"

@@ -6,6 +6,7 @@ and never rounding.
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from ipc.sampling_params import SamplingParams, StructuredOutputs
 from proc.llm import LLM
 from proc.settings import Settings, UsageError
 from proc.supervisor import Supervisor
+from tests.proc.test_cores import cores_of
 
 PROMPTS = [f"{'shared beginning ' * (n % 3)}prompt number {n}" for n in range(12)]
 LAYOUTS: list[dict[str, Any]] = [
@@ -71,6 +73,8 @@ def test_every_layout_gives_the_greedy_tokens(
     )
     smallest = float("inf")
     with Supervisor(settings) as server, Client(server.addresses[0]) as client:
+        for process in server.processes:  # what the worker had for itself while it loaded is everybody's now
+            assert all(cores == os.sched_getaffinity(0) for cores in cores_of(process.popen.pid))
         streams = [client.stream(prompt, temperature=0.0, max_tokens=24, return_prompt_ids=True) for prompt in PROMPTS]
         for stream in streams:
             assert len(list(stream)) >= 1

@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 
 from proc.routing import BLOCK, Routing
 from proc.settings import UsageError
-from proc.supervisor import parse_cores
 from proc.topology import Topology, parse
 
 
@@ -72,14 +71,6 @@ def test_anything_else_is_read_or_refused(procs: str) -> None:
     except UsageError:
         return
     assert topology.count("scheduler") == topology.count("worker") == topology.count("grammar") >= 1
-
-
-def test_cores_by_role() -> None:
-    assert parse_cores(None) == {}
-    assert parse_cores("worker=0,tokenizer=0-0") == {"worker": [0], "tokenizer": [0]}
-    for bad in ("worker", "worker=x", "gpu=0", "worker=99999", "worker=1-0"):
-        with pytest.raises(UsageError, match="--cores"):
-            parse_cores(bad)
 
 
 def test_a_known_prefix_goes_where_it_is_known_unless_that_is_far_busier() -> None:
