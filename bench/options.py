@@ -113,3 +113,13 @@ def add_kernels_flags(parser: argparse.ArgumentParser) -> None:
     add("--threads", type=positive, help="that compute (default: torch's)")
     add("--quick", action="store_true", help="tiny shapes, only to see that it runs")
     add("--json", action="store_true", help="only the JSON line")
+
+
+def add_perplexity_flags(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--model", default="smollm2", help="smollm2, a folder or a .gguf file (default: smollm2)")
+    kinds = ("none", "int8", "int4", "gguf")
+    add("--quantization", nargs="+", choices=kinds, default=["none", "int8", "int4"], help="compared with the first")
+    add("--chunk", type=positive, default=512, help="tokens that are seen together (default: 512)")
+    add("--chunks", type=positive, default=16, help="of the text (default: 16)")
+    add("--json", action="store_true", help="only the JSON line")

@@ -83,7 +83,7 @@ def _add_bench(commands: Any) -> None:
     bench = commands.add_parser(
         "bench",
         help="measure: bench serving, bench peers, bench overlap, bench http, bench sampler, bench kernels, "
-        "bench step, bench start",
+        "bench perplexity, bench step, bench start",
     )
     kinds = bench.add_subparsers(dest="bench", required=True, metavar="KIND", parser_class=Parser)
     serving = kinds.add_parser("serving", help="requests against a running server")
@@ -92,6 +92,7 @@ def _add_bench(commands: Any) -> None:
         add_kernels_flags,
         add_overlap_flags,
         add_peers_flags,
+        add_perplexity_flags,
         add_sampler_flags,
         add_serving_flags,
     )
@@ -116,6 +117,9 @@ def _add_bench(commands: Any) -> None:
     kernels = kinds.add_parser("kernels", help="the C kernels against torch and against what this machine can do")
     kernels.set_defaults(run=_bench_kernels)
     add_kernels_flags(kernels)
+    perplexity = kinds.add_parser("perplexity", help="what quantization costs in quality, on a fixed text")
+    perplexity.set_defaults(run=_bench_perplexity)
+    add_perplexity_flags(perplexity)
     step = kinds.add_parser("step", help="what one step costs the scheduler alone")
     rows = [1, 64, 256, 1024, 4096]
     step.add_argument("--rows", type=positive, nargs="+", default=rows, help="of a step (default: 1 64 256 1024 4096)")
@@ -157,6 +161,12 @@ def _bench_kernels(given: argparse.Namespace) -> int:
     from bench.kernels import main as kernels
 
     return kernels(given)
+
+
+def _bench_perplexity(given: argparse.Namespace) -> int:
+    from bench.perplexity import main as perplexity
+
+    return perplexity(given)
 
 
 def _bench_overlap(given: argparse.Namespace) -> int:

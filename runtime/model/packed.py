@@ -15,9 +15,10 @@ from numpy.typing import NDArray
 
 from runtime.batch import Batch
 from runtime.kernels.library import PART, Kernels, Layer, Model, Step
-from runtime.kernels.pack import Packed, Unsupported, kind_of, pack, pack_gated
+from runtime.kernels.pack import Packed, Unsupported, Weight, kind_of_dtype, pack, pack_gated, pack_together
 from runtime.kv_cache import KVCache
 from runtime.model.config import ModelConfig
+from runtime.model.quantized import GROUP, Quantized, quantize
 from runtime.model.rope import Rope
 
 Tensor = torch.Tensor
@@ -26,18 +27,18 @@ Tensor = torch.Tensor
 class PackedLlama:
     """`weights` are named as in the checkpoint, and taken out of the dictionary as they are packed.
 
+    `bits` 8 or 4 makes codes of those of linear layers that are none yet; the head's are never fewer than 8.
     Raises `Unsupported` for what the kernels cannot do; nothing has been taken then.
     """
 
-    def __init__(self, config: ModelConfig, weights: dict[str, Tensor], kernels: Kernels) -> None:
-        self.config, self.kernels = config, kernels
+    def __init__(self, config: ModelConfig, weights: dict[str, Weight], kernels: Kernels, bits: int = 0) -> None:
+        self.config, self.kernels, self.bits = config, kernels, bits
         self.threads = torch.get_num_threads()
         self.scratch = torch.empty(0, dtype=torch.uint8)
         self.kept: list[Tensor | Packed] = []  # what the structures below point into
-        _check(config, weights)
-        self.embedding = weights["model.embed_tokens.weight"]
+        self.embedding = _check(config, weights, bits)
         self.dtype = self.embedding.dtype
-        self.head = pack(self.embedding if config.tied else weights.pop("lm_head.weight"))
+        self.head = pack(_coded(weights.pop("lm_head.weight", self.embedding), bits and 8))
         self.layers = (Layer * config.num_layers)(*(self._layer(weights, i) for i in range(config.num_layers)))
         self.model = Model(
             layers=config.num_layers,
@@ -47,8 +48,8 @@ class PackedLlama:
             kv_heads=config.num_kv_heads,
             head_dim=config.head_dim,
             window=config.sliding_window or 0,
-            kv_kind=kind_of(self.dtype),
-            embedding_kind=kind_of(self.dtype),
+            kv_kind=kind_of_dtype(self.dtype),
+            embedding_kind=kind_of_dtype(self.dtype),
             eps=config.rms_norm_eps,
             layer=self.layers,
             embedding=self.embedding.data_ptr(),
@@ -100,27 +101,27 @@ class PackedLlama:
             self.scratch = torch.empty(size + 64, dtype=torch.uint8)
         return -(-self.scratch.data_ptr() // 64) * 64
 
-    def _layer(self, weights: dict[str, Tensor], index: int) -> Layer:
+    def _layer(self, weights: dict[str, Weight], index: int) -> Layer:
         name = f"model.layers.{index}."
 
-        def take(part: str) -> Tensor:
-            return weights.pop(name + part)
+        def take(part: str) -> Weight:
+            return _coded(weights.pop(f"{name}{part}_proj.weight"), self.bits)
 
-        qkv = torch.cat([take(f"self_attn.{part}_proj.weight") for part in "qkv"])
         biases = [weights.pop(f"{name}self_attn.{part}_proj.bias", None) for part in "qkv"]
-        bias = torch.cat([one for one in biases if one is not None]) if biases[0] is not None else None
+        bias = torch.cat([one for one in biases if isinstance(one, Tensor)]) if biases[0] is not None else None
         norms = (weights.pop(f"{name}self_attn.{part}_norm.weight", None) for part in "qk")
         return Layer(
-            self._vector(take("input_layernorm.weight")),
-            self._vector(take("post_attention_layernorm.weight")),
+            self._vector(weights.pop(name + "input_layernorm.weight")),
+            self._vector(weights.pop(name + "post_attention_layernorm.weight")),
             *(None if norm is None else self._vector(norm) for norm in norms),
-            self._packed(pack(qkv, bias)),
-            self._packed(pack(take("self_attn.o_proj.weight"))),
-            self._packed(pack_gated(take("mlp.gate_proj.weight"), take("mlp.up_proj.weight"))),
-            self._packed(pack(take("mlp.down_proj.weight"))),
+            self._packed(pack_together([take(f"self_attn.{part}") for part in "qkv"], bias)),
+            self._packed(pack(take("self_attn.o"))),
+            self._packed(pack_gated(take("mlp.gate"), take("mlp.up"))),
+            self._packed(pack(take("mlp.down"))),
         )
 
-    def _vector(self, tensor: Tensor) -> int:
+    def _vector(self, tensor: Weight) -> int:
+        assert isinstance(tensor, Tensor)
         vector = tensor.float().contiguous()
         self.kept.append(vector)
         return vector.data_ptr()
@@ -130,12 +131,25 @@ class PackedLlama:
         return packed.struct
 
 
-def _check(config: ModelConfig, weights: dict[str, Tensor]) -> None:
-    """Raises `Unsupported` before anything is packed."""
-    for dtype in {tensor.dtype for tensor in weights.values()}:
-        kind_of(dtype)
-        if dtype != weights["model.embed_tokens.weight"].dtype:
+def _coded(weight: Weight, bits: int) -> Weight:
+    return quantize(weight, bits) if bits and isinstance(weight, Tensor) else weight
+
+
+def _check(config: ModelConfig, weights: dict[str, Weight], bits: int) -> Tensor:
+    """The embedding. Raises `Unsupported` before anything is packed."""
+    embedding = weights["model.embed_tokens.weight"]
+    assert isinstance(embedding, Tensor)
+    coded = bits > 0 or any(isinstance(one, Quantized) for one in weights.values())
+    for dtype in {one.dtype for one in weights.values() if isinstance(one, Tensor)}:
+        kind_of_dtype(dtype)
+        if dtype != embedding.dtype:
             raise Unsupported("weights of several types")
     for name in ("hidden_size", "intermediate_size", "head_dim"):
-        if getattr(config, name) % 2:
+        size = getattr(config, name)
+        if size % 2:
             raise Unsupported(f"an odd {name}")
+        if coded and name != "head_dim" and size % GROUP:
+            raise Unsupported(f"{name} {size} in groups of {GROUP}")
+    if coded and config.num_heads * config.head_dim % GROUP:
+        raise Unsupported(f"{config.num_heads} heads of {config.head_dim} in groups of {GROUP}")
+    return embedding

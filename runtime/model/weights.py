@@ -7,16 +7,19 @@ mean another model than the one we compute. Knows no device but the CPU.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 
 from runtime.model.config import ConfigError, ModelConfig
+from runtime.model.quantized import Quantized
 
 Tensor = torch.Tensor
 Progress = Callable[[list[Path]], Iterable[Path]]
+CODES = "quantized.safetensors"
 IGNORED = "rotary_emb.inv_freq"  # older checkpoints carry the derived frequencies
 
 
@@ -46,27 +49,50 @@ def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 def load_weights(
-    folder: Path, config: ModelConfig, dtype: torch.dtype | None, progress: Progress = list
+    folder: Path,
+    config: ModelConfig,
+    dtype: torch.dtype | None,
+    progress: Progress = list,
+    known: Collection[str] = (),
 ) -> dict[str, Tensor]:
-    """All tensors of the checkpoint as `dtype` (None: as stored). Raises `ConfigError` with one clear line.
+    """All tensors of the checkpoint but `known` ones, as `dtype` (None: as stored).
 
-    `progress` wraps the list of files, as tqdm does.
+    Raises `ConfigError` with one clear line. `progress` wraps the list of files, as tqdm does.
     """
     shapes = expected_shapes(config)
     weights: dict[str, Tensor] = {}
     for file in progress(_files(folder)):
         for name, tensor in _tensors(file):
-            if IGNORED in name or (config.tied and name == "lm_head.weight"):
+            if IGNORED in name or name in known or (config.tied and name == "lm_head.weight"):
                 continue
             if name not in shapes:
                 raise ConfigError(f"{file.name}: tensor {name} is none of the model's")
             if tuple(tensor.shape) != shapes[name]:
                 raise ConfigError(f"{file.name}: tensor {name} is {tuple(tensor.shape)}, expected {shapes[name]}")
             weights[name] = tensor if dtype is None else tensor.to(dtype)
-    missing = [name for name in shapes if name not in weights]
+    missing = [name for name in shapes if name not in weights and name not in known]
     if missing:
         raise ConfigError(f"{folder}: {len(missing)} tensors are missing, the first is {missing[0]}")
     return weights
+
+
+def load_codes(folder: Path) -> dict[str, Quantized]:
+    """What a GGUF file's blocks were, kept beside the folder's weights when it was converted. Raises `ConfigError`."""
+    file = folder / CODES
+    if not file.exists():
+        raise ConfigError(f"--quantization gguf: {folder} was not made from a GGUF file")
+    parts = dict(_tensors(file))
+    return {
+        name: Quantized(parts[name + ".codes"], parts[name + ".scale"], parts.get(name + ".offset"))
+        for name in (key.removesuffix(".codes") for key in parts if key.endswith(".codes"))
+    }
+
+
+def save_codes(folder: Path, coded: Mapping[str, Quantized]) -> None:
+    parts = {(name, part): getattr(one, part) for name, one in coded.items() for part in ("codes", "scale", "offset")}
+    save_file(
+        {f"{name}.{part}": tensor for (name, part), tensor in parts.items() if tensor is not None}, folder / CODES
+    )
 
 
 def dummy_weights(config: ModelConfig, dtype: torch.dtype, seed: int = 0) -> dict[str, Tensor]:

@@ -13,7 +13,7 @@ from tokenizers import pre_tokenizers
 
 from runtime.model.config import ConfigError, read_config
 from runtime.model.gguf import convert
-from runtime.model.weights import load_weights
+from runtime.model.weights import load_codes, load_weights
 from runtime.tokenizer import Tokenizer
 
 HIDDEN, INNER, HEADS, KV = 64, 64, 4, 2
@@ -80,6 +80,25 @@ def test_weights_survive(tmp_path: Path, kind: str, error: float) -> None:
     for ours, theirs in (("self_attn.v_proj", "attn_v"), ("mlp.down_proj", "ffn_down")):
         got = weights[f"model.layers.0.{ours}.weight"].numpy()
         assert np.abs(got - values[f"blk.0.{theirs}"]).max() < error * 4
+
+
+@pytest.mark.parametrize("kind", ["Q8_0", "Q4_0", "Q4_1"])
+def test_codes_are_the_files_own(tmp_path: Path, kind: str) -> None:
+    """What is kept beside the weights is what the file says, rotations put back."""
+    write(tmp_path / "m.gguf", kind)
+    convert(tmp_path / "m.gguf", tmp_path / "hf")
+    config = read_config(tmp_path / "hf")
+    coded, weights = load_codes(tmp_path / "hf"), load_weights(tmp_path / "hf", config, torch.float32)
+    assert {name for name in weights if "_proj." in name} | {"lm_head.weight"} == set(coded)
+    for name, one in coded.items():
+        weight = weights.get(name, weights["model.embed_tokens.weight"])
+        assert (one.dequantized() - weight).abs().max() <= weight.abs().max() * 2**-8  # bfloat16's rounding
+    assert not load_weights(tmp_path / "hf", config, None, known=coded.keys()).keys() & coded.keys()
+
+
+def test_folders_without_codes_say_so(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="not made from a GGUF"):
+        load_codes(tmp_path)
 
 
 def test_rotations_are_put_back(tmp_path: Path) -> None:

@@ -43,6 +43,7 @@ def test_aliases_of_the_field() -> None:
         ({"seed": -1}, "--seed"),
         ({"device": "tpu"}, "--device"),
         ({"num_blocks": 1}, "--num-blocks"),
+        ({"quantization": "int8", "device": "sim"}, "--quantization"),
     ],
 )
 def test_impossible_values_name_their_flag(changes: dict[str, Any], flag: str) -> None:

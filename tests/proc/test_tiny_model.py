@@ -6,6 +6,7 @@ and never rounding.
 
 from __future__ import annotations
 
+import copy
 import os
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,8 @@ from ipc.sampling_params import SamplingParams, StructuredOutputs
 from proc.llm import LLM
 from proc.settings import Settings, UsageError
 from proc.supervisor import Supervisor
+from runtime.kernels.library import kernels
+from runtime.model.quantized import quantize
 from tests.proc.test_cores import cores_of
 
 PROMPTS = [f"{'shared beginning ' * (n % 3)}prompt number {n}" for n in range(12)]
@@ -121,6 +124,41 @@ def test_logprobs_are_transformers_whatever_shapes_the_draw(
             assert all(abs(entry.logprob - row[entry.token]) < 1e-3 for entry in entries.values())
             assert entries[token].rank == int((row > row[token]).sum()) + 1
     assert set(outputs[2].outputs[0].text) <= set("ab")
+
+
+@pytest.mark.skipif(kernels() is None, reason="the C library is not built here")
+@pytest.mark.parametrize(("kind", "bits"), [("int8", 8), ("int4", 4)])
+def test_quantized_weights_are_what_their_codes_say(
+    oracle: tuple[Path, transformers.LlamaForCausalLM], kind: str, bits: int
+) -> None:
+    """Against transformers on the dequantized weights; the head has eight bits."""
+    folder, model = oracle
+    coded = copy.deepcopy(model)
+    for name, part in coded.named_modules():
+        if isinstance(part, torch.nn.Linear):
+            part.weight.data = quantize(part.weight.data, 8 if name == "lm_head" else bits).dequantized()
+    with LLM(str(folder), quantization=kind, num_blocks=200, block_size=4, max_model_len=96) as llm:
+        output = llm.generate(
+            ["some words"], SamplingParams(temperature=0.0, max_tokens=20, logprobs=0), use_tqdm=False
+        )[0]
+    prompt, ids, told = output.prompt_token_ids, output.outputs[0].token_ids, output.outputs[0].logprobs
+    assert told is not None
+    with torch.inference_mode():
+        expected = coded(torch.tensor([prompt + ids])).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+    assert expected.argmax(-1).tolist() == ids
+    assert all(
+        abs(entry[token].logprob - expected[n, token]) < 1e-3
+        for n, (token, entry) in enumerate(zip(ids, told, strict=True))
+    )
+
+
+def test_quantization_without_kernels_is_refused(
+    oracle: tuple[Path, transformers.LlamaForCausalLM], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SIDESTEP_KERNELS", "torch")
+    for kind, words in (("int8", "--quantization int8 needs the C kernels"), ("gguf", "--quantization gguf")):
+        with pytest.raises(UsageError, match=words):
+            LLM(str(oracle[0]), quantization=kind, num_blocks=200, block_size=4, max_model_len=96)
 
 
 def test_prompt_logprobs_are_transformers_chunked_and_preempted(

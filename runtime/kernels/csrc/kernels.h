@@ -8,9 +8,11 @@
 
 enum { TILE = 16 };                   /* output columns of a tile */
 enum { KIND_F32 = 0, KIND_BF16 = 1 }; /* of weights, keys, values and embeddings */
+enum { KIND_INT8 = 2, KIND_INT4 = 3 }; /* of weights: signed codes * scale; code * scale + offset; by groups of inputs */
+enum { GROUP = 32 };                  /* inputs that share a scale and an offset, which are float16 */
 
 typedef struct {
-    int32_t kind, n, k;   /* n outputs, k inputs (an even number) */
+    int32_t kind, n, k;   /* n outputs, k inputs: an even number, of codes a multiple of GROUP */
     const void *data;     /* packed, with zeros beyond n up to a whole pair of tiles */
     const float *bias;    /* as long as the packed outputs, or NULL */
 } Linear;

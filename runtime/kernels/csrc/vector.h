@@ -44,6 +44,12 @@ INLINE vf load_kind(const void *p, int kind, int64_t at) {
     return kind == KIND_BF16 ? load_bf16((const uint16_t *)p + at) : load((const float *)p + at);
 }
 
+/* Finite float16: the exponent is rebased by a multiplication, which subnormals survive. */
+INLINE vf load_f16(const uint16_t *p) {
+    vu bits = widened(*(const vhu *)p), sign = (bits & 0x8000) << 16;
+    return (vf)((vu)((vf)((bits & 0x7fff) << 13) * 0x1p112f) | sign);
+}
+
 /* Rounded to nearest even; NaN stays NaN. */
 INLINE vh to_bf16(vf x) {
     vu bits = (vu)x, rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16, quiet = (bits >> 16) | 0x40;

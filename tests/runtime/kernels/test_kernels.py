@@ -15,7 +15,8 @@ import torch
 
 from runtime.kernels import library
 from runtime.kernels.library import PART, Kernels, Layer, Model, Step, every
-from runtime.kernels.pack import Packed, Unsupported, kind_of, pack, pack_gated
+from runtime.kernels.pack import Packed, Unsupported, kind_of_dtype, pack, pack_gated, pack_together
+from runtime.model.quantized import Quantized, quantize
 
 KERNELS = {one.name: one for one in every()}
 DTYPES = [torch.float32, torch.bfloat16]
@@ -52,6 +53,38 @@ def test_linear(kernels: Kernels, dtype: torch.dtype, n: int, k: int, rows: int)
     assert (got - expected).abs().max() < 1e-5 * k**0.5 * 10
     alone = torch.cat([linear(kernels, pack(weight, bias), x[row : row + 1], 1) for row in range(0, rows, 7)])
     assert torch.equal(got[::7], alone)
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize(("n", "k"), [(32, 32), (1, 96), (33, 64), (100, 2112)])
+@pytest.mark.parametrize("rows", [1, 2, 5, 11, 12, 13, 70])
+def test_linear_of_codes(kernels: Kernels, bits: int, n: int, k: int, rows: int) -> None:
+    generator = torch.Generator().manual_seed(n * k + rows)
+    weight, bias = quantize(torch.randn(n, k, generator=generator), bits), torch.randn(n, generator=generator)
+    x = torch.randn(rows, k, generator=generator)
+    expected = x.double() @ weight.dequantized().double().T + bias.double()
+    got = linear(kernels, pack(weight, bias), x)
+    assert (got - expected).abs().max() < 1e-5 * k**0.5 * 10
+    alone = torch.cat([linear(kernels, pack(weight, bias), x[row : row + 1], 1) for row in range(0, rows, 7)])
+    assert torch.equal(got[::7], alone)
+
+
+def test_float16_scales_are_read_as_they_are(kernels: Kernels) -> None:
+    """Subnormal, negative and large ones; a group of zeros."""
+    halves = torch.tensor([6e-8, 5.96e-5, -0.37, 65504.0, 1.0, 0.0]).half()[:, None]
+    weight = Quantized(torch.full((6, 32), 7, dtype=torch.uint8), halves, -halves)
+    got = linear(kernels, pack(weight), torch.eye(32))
+    assert torch.equal(got, weight.dequantized().T)
+    assert not linear(kernels, pack(quantize(torch.zeros(32, 32), 8)), torch.ones(1, 32)).any()
+
+
+def test_layers_of_several_kinds_lie_together_in_int8(kernels: Kernels) -> None:
+    parts = [torch.randn(16, 64), torch.randn(8, 64)]
+    x = torch.randn(3, 64)
+    mixed = linear(kernels, pack_together([quantize(parts[0], 4), parts[1]], None), x)
+    anew = [quantize(quantize(parts[0], 4).dequantized(), 8), quantize(parts[1], 8)]
+    assert torch.equal(mixed, linear(kernels, pack_together([*anew], None), x))
+    assert (mixed[:, 16:] - x @ parts[1].T).abs().max() < 0.2
 
 
 def test_no_rows_are_fine(kernels: Kernels) -> None:
@@ -111,7 +144,9 @@ class Paged:
         self.keys, self.values = keys.float(), values.float()
         layers = (Layer * 1)(Layer(keys=keys.data_ptr(), values=values.data_ptr()))
         shape: dict[str, Any] = {"heads": self.heads, "kv_heads": self.kv_heads, "head_dim": self.dim}
-        model = Model(layers=1, block_size=self.block, window=window, kv_kind=kind_of(dtype), layer=layers, **shape)
+        model = Model(
+            layers=1, block_size=self.block, window=window, kv_kind=kind_of_dtype(dtype), layer=layers, **shape
+        )
         lens, counts = np.array(self.lengths, np.int32), np.array(self.counts, np.int32)
         decode, parts = sum(count == 1 for count in self.counts), -(-max(self.lengths) // PART)
         arrays = (counts.ctypes.data, lens.ctypes.data, self.table.ctypes.data)
