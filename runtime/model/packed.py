@@ -63,7 +63,7 @@ class PackedLlama:
 
     def attach(self, cache: KVCache, max_len: int) -> None:
         """Keys and values of requests of up to `max_len` tokens are kept in `cache` from now on."""
-        self.rope = Rope(self.config, max_len)
+        self.rope, self.cache = Rope(self.config, max_len), cache  # the structures below hold addresses alone
         self.model.block_size = cache.block_size
         for layer, keys, values in zip(self.layers, cache.keys, cache.values, strict=True):
             layer.keys, layer.values = keys.data_ptr(), values.data_ptr()
