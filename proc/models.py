@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -70,12 +69,8 @@ def _smollm2(coded: bool, tell: Tell) -> Path:
 
 
 def _converted(folder: Path, coded: bool) -> bool:
-    """Folders of earlier versions lack the file's codes; such a one is made anew where they are asked for."""
-    done = (folder / "config.json").exists()
-    if done and coded and not (folder / "quantized.safetensors").exists():
-        shutil.rmtree(folder)
-        return False
-    return done
+    """Folders of earlier versions lack the file's codes; such a one is replaced where they are asked for."""
+    return (folder / ("quantized.safetensors" if coded else "config.json")).exists()
 
 
 def _gguf(file: Path, coded: bool, tell: Tell) -> Path:

@@ -98,6 +98,11 @@ class Settings:
             ("ssl_keyfile", bool(self.ssl_keyfile) == bool(self.ssl_certfile), "given together with --ssl-certfile"),
             ("logits_processors", not (self.processors and self.simulated), "left out on a simulated device"),
             ("quantization", self.quantization == "none" or not self.simulated, "left out on a simulated device"),
+            (
+                "quantization",
+                not (self.quantization == "gguf" and self.load_format == "dummy"),
+                "none, int8 or int4 for dummy weights",
+            ),
             ("sim_launch_ms", (self.sim_launch_ms or 0) >= 0, "at least 0"),
             ("sim_launch_ms", self.sim_launch_ms is None or self.timing, "left out unless --device is sim:NAME"),
         ):

@@ -24,7 +24,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 
 from runtime.model.config import ConfigError
 from runtime.model.quantized import BLOCKS, GROUP, Quantized, from_blocks, quantize
-from runtime.model.weights import save_codes
+from runtime.model.weights import CODES, save_codes
 
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 KINDS = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q4_K", "Q5_K", "Q6_K")
@@ -70,9 +70,11 @@ def convert(file: Path, folder: Path, progress: Progress = lambda tensors, total
     part = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}."))
     try:
         _write(part, reader, fields, config, progress)
+        if folder.exists() and not (folder / CODES).exists():  # an earlier version's
+            shutil.rmtree(folder)
         os.rename(part, folder)
     except OSError:
-        if not (folder / "config.json").exists():  # else another process was first
+        if not (folder / CODES).exists():  # else another process was first
             raise
     finally:
         shutil.rmtree(part, ignore_errors=True)

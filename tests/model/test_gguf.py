@@ -96,6 +96,18 @@ def test_codes_are_the_files_own(tmp_path: Path, kind: str) -> None:
     assert not load_weights(tmp_path / "hf", config, None, known=coded.keys()).keys() & coded.keys()
 
 
+def test_an_earlier_versions_folder_is_replaced_and_anothers_kept(tmp_path: Path) -> None:
+    write(tmp_path / "m.gguf", "Q4_1")
+    folder = tmp_path / "hf"
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    convert(tmp_path / "m.gguf", folder)
+    assert load_codes(folder) and (folder / "config.json").read_text() != "{}"
+    (folder / "config.json").write_text("first")
+    convert(tmp_path / "m.gguf", folder)
+    assert (folder / "config.json").read_text() == "first"
+
+
 def test_folders_without_codes_say_so(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="not made from a GGUF"):
         load_codes(tmp_path)

@@ -44,6 +44,7 @@ def test_aliases_of_the_field() -> None:
         ({"device": "tpu"}, "--device"),
         ({"num_blocks": 1}, "--num-blocks"),
         ({"quantization": "int8", "device": "sim"}, "--quantization"),
+        ({"quantization": "gguf", "load_format": "dummy"}, "--quantization"),
     ],
 )
 def test_impossible_values_name_their_flag(changes: dict[str, Any], flag: str) -> None:
