@@ -98,10 +98,10 @@ def add_overlap_flags(parser: argparse.ArgumentParser) -> None:
 
 def add_sampler_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--rows", type=int, default=64, help="of a step (default: 64)")
-    add("--vocab-size", type=int, default=49152, help="ids (default: 49152, SmolLM2's)")
-    add("--history", type=int, default=512, help="known ids of each row, for penalties (default: 512)")
-    add("--repeats", type=int, default=30, help="runs of each case (default: 30)")
+    add("--rows", type=positive, default=64, help="of a step (default: 64)")
+    add("--vocab-size", type=positive, default=49152, help="ids, at least 64 (default: 49152, SmolLM2's)")
+    add("--history", type=positive, default=512, help="known ids of each row, for penalties (default: 512)")
+    add("--repeats", type=positive, default=30, help="runs of each case (default: 30)")
     add("--json", action="store_true", help="only the JSON line")
 
 

@@ -11,11 +11,15 @@ import json
 import math
 from pydoc_data.topics import topics
 
+from ipc.errors import PromptTooLong
 from ipc.sampling_params import SamplingParams
 from proc.llm import LLM
+from proc.settings import UsageError
 
 
 def main(given: argparse.Namespace) -> int:
+    if given.chunk < 2:
+        raise UsageError("--chunk must be at least 2")
     figures = {kind: measure(given, kind) for kind in given.quantization}
     first = figures[given.quantization[0]]
     if not given.json:
@@ -30,7 +34,12 @@ def measure(given: argparse.Namespace, quantization: str) -> float:
     """Perplexity of all tokens but each chunk's first."""
     text = "\n".join(topics[name] for name in sorted(topics))
     with LLM(given.model, quantization=quantization, max_model_len=given.chunk + 8) as llm:
-        ids = llm.client.tokenize(text[: given.chunk * given.chunks * 8])
+        try:
+            ids = llm.client.tokenize(text[: given.chunk * given.chunks * 8])
+        except PromptTooLong as error:  # many small chunks
+            raise UsageError(f"--chunks {given.chunks} of --chunk {given.chunk}: {error}") from None
+        if len(ids) < given.chunk * given.chunks:
+            raise UsageError(f"--chunks {given.chunks} of --chunk {given.chunk}: the text has {len(ids)} tokens")
         chunks = [ids[at * given.chunk : (at + 1) * given.chunk] for at in range(given.chunks)]
         told = llm.generate(chunks, SamplingParams(max_tokens=1, prompt_logprobs=0), use_tqdm=False)
     losses = [

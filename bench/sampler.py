@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from proc.settings import UsageError
 from runtime.device.base import MaskSet
 from runtime.kernels.library import kernels
 from runtime.kernels.sampling import KernelOps
@@ -45,7 +46,12 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 def main(given: argparse.Namespace) -> int:
-    found, torch_ops = kernels(), TorchOps()
+    if given.vocab_size < 64:
+        raise UsageError("--vocab-size must be at least 64, which the cases need")
+    try:
+        found, torch_ops = kernels(), TorchOps()
+    except ValueError as error:
+        raise UsageError(str(error)) from None
     paths: dict[str, SamplingOps] = {"torch": torch_ops}
     if found is not None:
         paths = {found.name: KernelOps(found, torch.get_num_threads()), "torch": torch_ops}

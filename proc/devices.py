@@ -95,11 +95,11 @@ def _cpu(settings: Settings, folder: Path | None, table: TokenTable, halves: Hal
 
     config = read_config(folder)
     dtype = None if settings.dtype == "auto" else getattr(torch, settings.dtype)
-    coded: dict[str, Any] = load_codes(folder) if settings.quantization == "gguf" else {}
+    weights: dict[str, Any] = load_codes(folder, config) if settings.quantization == "gguf" else {}
     if settings.load_format == "dummy":
-        weights: dict[str, Any] = dummy_weights(config, dtype or torch.float32, settings.seed or 0)
+        weights = dummy_weights(config, dtype or torch.float32, settings.seed or 0)
     else:
-        weights = load_weights(folder, config, dtype, _progress, coded.keys()) | coded
+        weights |= load_weights(folder, config, dtype, _progress, [*weights])
     model, path = _model(settings.quantization, config, weights)  # before the memory that is left is counted
     block = bytes_per_block(config.num_layers, settings.block_size, config.num_kv_heads, config.head_dim, model.dtype)
     blocks = settings.num_blocks or _blocks_that_fit(settings, block, config.max_model_len)
@@ -129,7 +129,8 @@ def _model(quantization: str, config: ModelConfig, weights: dict[str, Any]) -> t
     except ValueError as error:
         raise UsageError(str(error)) from None
     if quantization != "none":
-        raise UsageError(f"--quantization {quantization} needs the C kernels{reason or ', which are not built here'}")
+        reason = reason or ", which are not built here or switched off by SIDESTEP_KERNELS"
+        raise UsageError(f"--quantization {quantization} needs the C kernels{reason}")
     return TorchModel(config, weights), f"plain torch{reason}"
 
 

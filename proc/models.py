@@ -36,6 +36,9 @@ def prepare(settings: Settings, tell: Tell) -> str:
     if name == "smollm2":
         return str(_smollm2(settings.quantization == "gguf", tell))
     path = Path(name).expanduser()
+    wrong = "safetensors" if path.suffix == ".gguf" else "gguf" if path.is_dir() else ""
+    if wrong and settings.load_format == wrong:
+        raise UsageError(f"--load-format {wrong}: --model {name} is {'a folder' if path.is_dir() else 'a GGUF file'}")
     if path.is_dir():
         return str(_with_tokenizer(path, tell))
     if path.suffix == ".gguf" or settings.load_format == "gguf":

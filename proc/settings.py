@@ -34,7 +34,7 @@ class Settings:
     dtype: str = flag("auto", "of weights and KV", choices=("auto", "float32", "bfloat16", "float16"))
     quantization: str = flag(
         "none",
-        "of linear layers' weights on the CPU: codes made while loading, or a GGUF file's own",
+        "of linear layers on the CPU: codes made while loading, or a GGUF file's own (some kinds anew in int8)",
         choices=("none", "int8", "int4", "gguf"),
     )
     load_format: str = flag("auto", "dummy: random weights", choices=("auto", "safetensors", "gguf", "dummy"))
@@ -81,6 +81,10 @@ class Settings:
     log_level: str = flag("warning", "debug, info, warning or error", choices=("debug", "info", "warning", "error"))
 
     def __post_init__(self) -> None:
+        for one in fields(self):
+            choices = one.metadata["choices"]
+            if choices and getattr(self, one.name) not in choices:
+                raise UsageError(f"--{one.name.replace('_', '-')} must be {', '.join(choices)}")
         for name, fine, words in (
             ("overlap_depth", self.overlap_depth in (0, 1, 2), "0, 1 or 2"),
             ("overlap_depth", self.overlap_depth < 2 or not self.disable_overlap, "left out beside --disable-overlap"),

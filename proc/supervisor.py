@@ -214,7 +214,8 @@ class Supervisor:
 
     def _give_back_first_core(self) -> None:
         for process in self.processes if self._worker_loads_alone else ():
-            use(process.popen.pid, os.sched_getaffinity(0))
+            if not computes(process.roles):
+                use(process.popen.pid, os.sched_getaffinity(0))
 
     def _spawn(self, roles: tuple[Role, ...], folder: str) -> None:
         ours, theirs = socket.socketpair()

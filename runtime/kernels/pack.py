@@ -19,7 +19,7 @@ Weight = Tensor | Quantized
 
 
 class Unsupported(ValueError):
-    """What the kernels cannot do; the torch path can."""
+    """What the kernels cannot do; of plain weights the torch path can."""
 
 
 class Packed:

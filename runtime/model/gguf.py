@@ -2,12 +2,13 @@
 
 The `gguf` package reads and dequantizes. The tokenizer is built here with `tokenizers`, because transformers' own
 conversion ignores `tokenizer.ggml.pre`, the rule by which text is split before merging. Weights are written as
-bfloat16, those of quantized linear layers also as the file's own codes (`--quantization gguf`). The folder appears
-whole or not at all.
+bfloat16, those of quantized linear layers also as the file's own codes, or anew in int8 (`--quantization gguf`). The
+folder appears whole or not at all.
 """
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import shutil
@@ -70,14 +71,24 @@ def convert(file: Path, folder: Path, progress: Progress = lambda tensors, total
     part = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}."))
     try:
         _write(part, reader, fields, config, progress)
-        if folder.exists() and not (folder / CODES).exists():  # an earlier version's
-            shutil.rmtree(folder)
-        os.rename(part, folder)
-    except OSError:
-        if not (folder / CODES).exists():  # else another process was first
-            raise
+        _place(part, folder)
     finally:
         shutil.rmtree(part, ignore_errors=True)
+
+
+def _place(part: Path, folder: Path) -> None:
+    """Give `part` its name, unless another process was first. An earlier version's folder, without codes, gives way."""
+    with open(folder.parent / f".{folder.name}.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if (folder / CODES).exists():
+            return
+        if folder.exists():
+            os.rename(folder, part / "earlier")  # goes with what is left of the part
+        new = part / "new"
+        new.mkdir()
+        for file in [one for one in part.iterdir() if one.is_file()]:
+            os.rename(file, new / file.name)
+        os.rename(new, folder)
 
 
 def hf_config(fields: dict[str, Any], tensors: set[str]) -> dict[str, Any]:

@@ -14,7 +14,6 @@ import torch
 Tensor = torch.Tensor
 GROUP = 32
 ZERO = 128  # the int8 code of 0
-SUPER = 256  # weights of a Q4_K block
 
 
 @dataclass(frozen=True)
@@ -32,6 +31,16 @@ class Quantized:
     @property
     def shape(self) -> torch.Size:
         return self.codes.shape
+
+    def fits(self, shape: tuple[int, ...]) -> bool:
+        """Whether these are the codes of a weight [n, k], all parts of the type and shape that they must have."""
+        groups = [one for one in (self.scale, self.offset) if one is not None]
+        return (
+            len(shape) == 2
+            and (self.codes.dtype, tuple(self.codes.shape)) == (torch.uint8, shape)
+            and shape[1] % GROUP == 0
+            and all((one.dtype, *one.shape) == (torch.float16, shape[0], shape[1] // GROUP) for one in groups)
+        )
 
     def rows(self, index: Tensor) -> Quantized:
         return Quantized(self.codes[index], self.scale[index], None if self.offset is None else self.offset[index])

@@ -1,7 +1,7 @@
 """Weights of the Llama family: read from safetensors (one file or shards), or made up for `--load-format dummy`.
 
-Every tensor the model uses must be there with its shape; what is there beyond them is refused by name, since it would
-mean another model than the one we compute. Knows no device but the CPU.
+Every tensor the model uses must be there with its shape, as numbers or as a GGUF file's codes; what is there beyond
+them is refused by name, since it would mean another model than the one we compute. Knows no device but the CPU.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from runtime.model.quantized import Quantized
 Tensor = torch.Tensor
 Progress = Callable[[list[Path]], Iterable[Path]]
 CODES = "quantized.safetensors"
+EMPTY = torch.empty(0)
 IGNORED = "rotary_emb.inv_freq"  # older checkpoints carry the derived frequencies
 
 
@@ -76,16 +77,23 @@ def load_weights(
     return weights
 
 
-def load_codes(folder: Path) -> dict[str, Quantized]:
+def load_codes(folder: Path, config: ModelConfig) -> dict[str, Quantized]:
     """What a GGUF file's blocks were, kept beside the folder's weights when it was converted. Raises `ConfigError`."""
     file = folder / CODES
     if not file.exists():
-        raise ConfigError(f"--quantization gguf: {folder} was not made from a GGUF file")
+        raise ConfigError(f"--quantization gguf: {folder} holds no codes of a GGUF file")
     parts = dict(_tensors(file))
-    return {
-        name: Quantized(parts[name + ".codes"], parts[name + ".scale"], parts.get(name + ".offset"))
-        for name in (key.removesuffix(".codes") for key in parts if key.endswith(".codes"))
-    }
+    names = [key.removesuffix(".codes") for key in parts if key.endswith(".codes")]
+    if not names:
+        raise ConfigError(f"--quantization gguf: nothing in {folder} was quantized")
+    shapes = expected_shapes(config) | {"lm_head.weight": (config.vocab_size, config.hidden_size)}
+    coded = {}
+    for name in names:
+        one = Quantized(parts[name + ".codes"], parts.get(name + ".scale", EMPTY), parts.get(name + ".offset"))
+        if not one.fits(shapes.get(name, ())):
+            raise ConfigError(f"{file.name}: {name} has not the model's shape")
+        coded[name] = one
+    return coded
 
 
 def save_codes(folder: Path, coded: Mapping[str, Quantized]) -> None:

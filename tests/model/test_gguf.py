@@ -13,7 +13,8 @@ from tokenizers import pre_tokenizers
 
 from runtime.model.config import ConfigError, read_config
 from runtime.model.gguf import convert
-from runtime.model.weights import load_codes, load_weights
+from runtime.model.quantized import Quantized
+from runtime.model.weights import load_codes, load_weights, save_codes
 from runtime.tokenizer import Tokenizer
 
 HIDDEN, INNER, HEADS, KV = 64, 64, 4, 2
@@ -88,7 +89,7 @@ def test_codes_are_the_files_own(tmp_path: Path, kind: str) -> None:
     write(tmp_path / "m.gguf", kind)
     convert(tmp_path / "m.gguf", tmp_path / "hf")
     config = read_config(tmp_path / "hf")
-    coded, weights = load_codes(tmp_path / "hf"), load_weights(tmp_path / "hf", config, torch.float32)
+    coded, weights = load_codes(tmp_path / "hf", config), load_weights(tmp_path / "hf", config, torch.float32)
     assert {name for name in weights if "_proj." in name} | {"lm_head.weight"} == set(coded)
     for name, one in coded.items():
         weight = weights.get(name, weights["model.embed_tokens.weight"])
@@ -102,15 +103,36 @@ def test_an_earlier_versions_folder_is_replaced_and_anothers_kept(tmp_path: Path
     folder.mkdir()
     (folder / "config.json").write_text("{}")
     convert(tmp_path / "m.gguf", folder)
-    assert load_codes(folder) and (folder / "config.json").read_text() != "{}"
+    assert load_codes(folder, read_config(folder)) and (folder / "config.json").read_text() != "{}"
     (folder / "config.json").write_text("first")
     convert(tmp_path / "m.gguf", folder)
     assert (folder / "config.json").read_text() == "first"
 
 
 def test_folders_without_codes_say_so(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="not made from a GGUF"):
-        load_codes(tmp_path)
+    write(tmp_path / "m.gguf")
+    convert(tmp_path / "m.gguf", tmp_path / "hf")
+    config = read_config(tmp_path / "hf")
+    with pytest.raises(ConfigError, match="holds no codes"):
+        load_codes(tmp_path, config)
+    with pytest.raises(ConfigError, match=r"nothing in .* was quantized"):
+        load_codes(tmp_path / "hf", config)
+
+
+def test_codes_of_another_shape_are_refused(tmp_path: Path) -> None:
+    write(tmp_path / "m.gguf", "Q8_0")
+    convert(tmp_path / "m.gguf", tmp_path / "hf")
+    config = read_config(tmp_path / "hf")
+    good = load_codes(tmp_path / "hf", config)["lm_head.weight"]
+    for name, one in (
+        ("lm_head.weight", Quantized(good.codes[:, :32].contiguous(), good.scale)),
+        ("lm_head.weight", Quantized(good.codes, good.scale.float())),
+        ("model.norm.weight", good),
+        ("another", good),
+    ):
+        save_codes(tmp_path / "hf", {name: one})
+        with pytest.raises(ConfigError, match=name):
+            load_codes(tmp_path / "hf", config)
 
 
 def test_rotations_are_put_back(tmp_path: Path) -> None:

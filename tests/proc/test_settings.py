@@ -45,6 +45,9 @@ def test_aliases_of_the_field() -> None:
         ({"num_blocks": 1}, "--num-blocks"),
         ({"quantization": "int8", "device": "sim"}, "--quantization"),
         ({"quantization": "gguf", "load_format": "dummy"}, "--quantization"),
+        ({"quantization": "int9"}, "--quantization must be none, int8, int4, gguf"),
+        ({"dtype": "half"}, "--dtype must be auto, float32"),
+        ({"log_level": None}, "--log-level"),
     ],
 )
 def test_impossible_values_name_their_flag(changes: dict[str, Any], flag: str) -> None:

@@ -253,6 +253,11 @@ def test_logprobs_are_the_models_own(sample: Sample, ops: SamplingOps) -> None:
     assert np.frombuffer(last.ids, "<i4").tolist() == [drawn[2]]
 
 
+def test_logprobs_of_a_row_without_a_distribution_name_ids(ops: SamplingOps) -> None:
+    ids, _, _ = ops.told(torch.full((1, 40), torch.nan), np.array([3], np.int32), 5, 30)
+    assert ids[0, 0] == 3 and ((ids >= 0) & (ids < 30)).all()
+
+
 EXTREMES = [
     {"temperature": 1e-5},
     {"temperature": 100.0},

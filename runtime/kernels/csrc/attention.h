@@ -1,7 +1,7 @@
 /* Attention over paged keys and values. Softmax is taken online, block of keys by block of keys (Milakov and
  * Gimelshein 2018; FlashAttention, Dao et al. 2022). A decode row's keys are cut into parts of PART, whatever the
  * number of threads, which are joined in order (Flash-Decoding, Dao et al. 2023). */
-enum { KEYS = 2 * TILE, QUERY_ROWS = 96, MANY_TASKS = 16 };
+enum { KEYS = 2 * TILE, QUERY_ROWS = 96, MANY_TASKS = 4 }; /* of a thread */
 
 typedef struct {
     const Model *model;
@@ -10,7 +10,7 @@ typedef struct {
     const float *qkv; /* [T][ld]: queries in front */
     int64_t ld;
     float *out;       /* [T][heads * head_dim] */
-    float *parts;     /* of decode rows with more than one: [row, kv head, part][group][head_dim + 2] */
+    float *parts;     /* of decode rows: [row, kv head, part][group][head_dim + 2] */
     int most_parts, blocks, queries; /* parts of the longest decode row; blocks of `queries` of all chunk rows */
     int task_heads; /* KV heads of a decode task: all, side by side in memory, unless that leaves threads without work */
     float scale;
@@ -228,7 +228,8 @@ static void NAME(pack_block)(const Attention *a, int row, int head, int begin, i
     }
 }
 
-/* The softmax of one row's scores, online: p in place, what was gathered so far shrunk. `seen`: keys from..to - 1. */
+/* The softmax of one row's scores, online: p in place, what was gathered so far shrunk. Seen are keys
+ * from..to - 1. */
 INLINE void NAME(soften)(float *p, int from, int to, float scale, float *most, float *total, float *out, int width) {
     float before = *most;
     vf all;
@@ -281,19 +282,20 @@ static inline int64_t NAME(chunk_floats)(const Model *m) {
 }
 
 static Attention NAME(attention)(const Model *model, const Step *step, const Layer *layer, const float *qkv, int64_t ld,
-                                 float *out, float *parts) {
+                                 float *out, float *parts, int threads) {
     int group = model->heads / model->kv_heads;
     Attention a = {model, step, layer->keys, layer->values, qkv, ld, out, parts, 1, 0, 1, 1, 0};
     a.queries = QUERY_ROWS / group > 0 ? QUERY_ROWS / group : 1;
     a.scale = 1.0f / sqrtf((float)model->head_dim);
     for (int row = 0; row < step->decode; row++)
         if (NAME(num_parts)(&a, row) > a.most_parts) a.most_parts = NAME(num_parts)(&a, row);
-    if (step->decode * a.most_parts >= MANY_TASKS) a.task_heads = model->kv_heads;
+    if (step->decode * a.most_parts >= MANY_TASKS * threads) a.task_heads = model->kv_heads;
     for (int row = step->decode; row < step->rows; row++) a.blocks += (step->query_lens[row] + a.queries - 1) / a.queries;
     return a;
 }
 
-/* Every block of chunk queries and every part of a decode row, with every KV head, is a task; long ones first. */
+/* Every block of chunk queries and every part of a decode row, with each KV head or all of them, is a task; long
+ * ones first. */
 static void NAME(attend_stage)(Team *team, const Attention *a, char *mine) {
     const Step *step = a->step;
     int kv_heads = a->model->kv_heads, chunks = a->blocks * kv_heads;

@@ -57,7 +57,7 @@ static void NAME(walk)(Team *team, char *mine, const Model *m, const Step *step,
     meet(team);
     for (int i = 0; i < m->layers; i++) {
         const Layer *layer = m->layer + i;
-        Attention a = NAME(attention)(m, step, layer, room->qkv, layer->qkv.n, room->attended, room->parts);
+        Attention a = NAME(attention)(m, step, layer, room->qkv, layer->qkv.n, room->attended, room->parts, team->size);
         NAME(layer)(team, mine, m, step, layer, room, &a);
     }
     norm_stage(team, room->x, m->norm, m->eps, step->tokens, m->hidden, hidden);
@@ -79,7 +79,7 @@ static void NAME(attend)(const Model *model, const Step *step, int32_t layer, co
                          void *scratch, int32_t threads) {
     NAME(Room) room;
     NAME(furnish)(&room, scratch, model, step->tokens, step->rows, step->parts);
-    Attention a = NAME(attention)(model, step, model->layer + layer, qkv, ld, out, room.parts);
+    Attention a = NAME(attention)(model, step, model->layer + layer, qkv, ld, out, room.parts, threads);
     TEAM_RUN(threads, room.threads, room.each, {
         NAME(attend_stage)(team, &a, mine);
         meet(team);

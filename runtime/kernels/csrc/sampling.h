@@ -200,7 +200,6 @@ static int NAME(draw_from_all)(Choice *choice, const float *x, int size, const W
     double target = wish->uniform * NAME(sum_pieces)(choice, x, size, wish, sums);
     int pieces = (size + PIECE - 1) / PIECE, piece = 0;
     while (piece + 1 < pieces && cumulated + sums[piece] <= target) cumulated += sums[piece++];
-    while (piece > 0 && sums[piece] <= 0) piece--; /* rounding pointed beyond the last that has any */
     float weights[PIECE];
     int from = piece * PIECE, count = size - from < PIECE ? size - from : PIECE;
     NAME(weigh_values)(x + from, count, choice->best, wish->temperature, wish->min_p, weights);
@@ -307,6 +306,7 @@ static void NAME(list_best)(Choice *choice, const float *x, int size, int top, i
         for (; at > 0 && value > values[at - 1]; at--) ids[at] = ids[at - 1], values[at] = values[at - 1];
         ids[at] = choice->ids[i], values[at] = value;
     }
+    for (; listed < top; listed++) ids[listed] = 0, values[listed] = -INFINITY; /* NaN is none of them */
 }
 
 static int NAME(count_above)(const float *x, int size, float least) {
