@@ -104,7 +104,7 @@ def linear_case(subject: Subject, rows: int) -> Case:
     kernels, threads, layers, reference = subject.kernels, subject.threads, subject.layers, subject.reference(rows)
     inputs = {layer.k: torch.randn(rows, layer.k) for layer in layers}
     out = torch.empty(rows, max(layer.n for layer in layers))
-    memory = room(kernels.scratch_size(byref(subject.packed.model), 0, 0, 0, threads))
+    memory = room(max(kernels.linear_size(byref(layer), rows, threads) for layer in layers))
 
     def run() -> None:
         for layer in layers:

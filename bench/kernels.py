@@ -1,15 +1,15 @@
 """`sidestep bench kernels`: the C kernels of the CPU path against torch and against what the machine can do at most.
 
 A floor is the larger of the bytes that must be read over the measured bandwidth and the arithmetic over the measured
-peak (`bench.machine`). Floor, kernel and reference take turns; figures are medians, of fewer turns where one takes
-long. The reference runs in the faster of float32 and the kernel's type. Prints a table and one JSON line.
+peak (`bench.machine`). Floor, kernel and reference take turns; figures are the best turns, fewer where one takes long:
+on a shared machine medians say more about its neighbours. The reference runs in the faster of float32 and the kernel's
+type. Prints a table and one JSON line.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import statistics
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +19,7 @@ import torch
 
 from bench import kernel_cases as cases
 from bench.kernel_cases import Case, Subject
-from bench.machine import Machine, seconds
+from bench.machine import Machine, Work, seconds
 from proc.settings import UsageError
 from runtime.kernels.library import Kernels, kernels
 from runtime.kernels.pack import Unsupported
@@ -74,8 +74,9 @@ def main(given: argparse.Namespace) -> int:
         machine = Machine(found, size.read, size.product)
         machine.look(5)
         subject, other = _subjects(given, size, found)
-        lines = {case.name: _line(case, _turns(machine, case, given.repeats)) for case in _cases(size, subject, other)}
+        measured = [_turns(machine, case, given.repeats) for case in _cases(size, subject, other)]
         machine.look(5)
+    lines = {one.name: _line(one, machine.floor(one.work)) for one in measured}
     report = _report(machine, subject, size, lines)
     if not given.json:
         _print(report)
@@ -121,19 +122,27 @@ def _cases(size: Size, subject: Subject, other: Subject) -> Iterator[Case]:
     yield cases.rms_norm_case(subject, size.norm)
 
 
-def _turns(machine: Machine, case: Case, repeats: int) -> dict[str, float]:
-    """Median seconds of each; the first turn, which warms up, counts only where there are few."""
-    limit, times_over = machine.limit(case.work)
+@dataclass(frozen=True)
+class Measured:
+    """A case without what it ran on; the least seconds of each side."""
+
+    name: str
+    torch_dtype: str
+    work: Work
+    kernel: float
+    torch: float
+
+
+def _turns(machine: Machine, case: Case, repeats: int) -> Measured:
     times: dict[str, list[float]] = {"kernel": [], "torch": [], "floor": []}
     for _ in range(repeats + 1):
         for name, run, least in (("kernel", case.kernel, LEAST_TURNS), ("torch", case.torch, 1)):
             if len(times[name]) < least or sum(times[name]) < TURN_SECONDS:
                 times[name].append(seconds(run))
-        times["floor"].append(seconds(limit))
+        times["floor"].append(machine.look_again(case.work))
         while sum(times["floor"]) < FLOOR_SHARE * sum(times["kernel"]):
-            times["floor"].append(seconds(limit))
-    found = {name: statistics.median(one[1:] if len(one) > LEAST_TURNS else one) for name, one in times.items()}
-    return found | {"floor": found["floor"] * times_over}
+            times["floor"].append(machine.look_again(case.work))
+    return Measured(case.name, case.torch_dtype, case.work, min(times["kernel"]), min(times["torch"]))
 
 
 def _report(machine: Machine, subject: Subject, size: Size, lines: dict[str, dict[str, Any]]) -> dict[str, Any]:
@@ -149,10 +158,9 @@ def _report(machine: Machine, subject: Subject, size: Size, lines: dict[str, dic
     }
 
 
-def _line(case: Case, times: dict[str, float]) -> dict[str, Any]:
-    kernel, reference, floor = times["kernel"], times["torch"], times["floor"]
-    figures = (kernel * 1e3, reference * 1e3, reference / kernel, floor * 1e3, kernel / floor)
-    return dict(zip(COLUMNS, (*(float(f"{figure:.4g}") for figure in figures), case.torch_dtype), strict=True))
+def _line(one: Measured, floor: float) -> dict[str, Any]:
+    figures = (one.kernel * 1e3, one.torch * 1e3, one.torch / one.kernel, floor * 1e3, one.kernel / floor)
+    return dict(zip(COLUMNS, (*(float(f"{figure:.4g}") for figure in figures), one.torch_dtype), strict=True))
 
 
 def _rounded(rates: dict[str, float]) -> dict[str, float]:

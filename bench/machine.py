@@ -1,14 +1,13 @@
 """What the machine gives at most, measured: bytes read per second and multiply-adds per second, with all threads.
 
-Several ways each, of which the fastest counts: floors of kernels are so many of its reads or products, measured again
-beside the kernel, since what a shared machine gives changes from second to second. Knows no model.
+Several ways each, and of each the best look of the whole run: what a shared machine takes away only ever adds time, so
+a floor from anything but its best moments is one that a kernel can go under. Knows no model.
 """
 
 from __future__ import annotations
 
 import ctypes
 import mmap
-import statistics
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -17,7 +16,7 @@ from dataclasses import dataclass
 
 import torch
 
-from runtime.kernels.library import Kernels, Model
+from runtime.kernels.library import Kernels
 from runtime.kernels.pack import pack
 
 Tensor = torch.Tensor
@@ -52,16 +51,27 @@ class Machine:
                 self.times[name].append(seconds(run))
 
     def rates(self, ways: dict[str, Run], amount: float) -> dict[str, float]:
-        """`amount` per second, for each way; medians."""
-        return {name: amount / statistics.median(self.times[name]) for name in ways}
+        """`amount` per second, for each way; of the best look so far."""
+        return {name: amount / min(self.times[name]) for name in ways}
 
-    def limit(self, work: Work) -> tuple[Run, float]:
-        """What bounds the work: the fastest way to read or to multiply, and how many of these the work holds."""
-        reading, multiplying = self.rates(self.reads, self.size), self.rates(self.products, self.flops)
-        read, product = (max(rates, key=lambda way: rates[way]) for rates in (reading, multiplying))
-        if work.bytes / reading[read] > work.flops / multiplying[product]:
-            return self.reads[read], work.bytes / self.size
-        return self.products[product], work.flops / self.flops
+    def floor(self, work: Work) -> float:
+        """Seconds that the work takes at least, as far as is known by now."""
+        return max(self._reading(work), self._multiplying(work))
+
+    def look_again(self, work: Work) -> float:
+        """Measure what bounds the work once more; the seconds that took."""
+        reads = self._reading(work) > self._multiplying(work)
+        ways, amount = (self.reads, self.size) if reads else (self.products, self.flops)
+        rates = self.rates(ways, amount)
+        name = max(rates, key=lambda way: rates[way])
+        self.times[name].append(seconds(ways[name]))
+        return self.times[name][-1]
+
+    def _reading(self, work: Work) -> float:
+        return work.bytes / max(self.rates(self.reads, self.size).values())
+
+    def _multiplying(self, work: Work) -> float:
+        return work.flops / max(self.rates(self.products, self.flops).values())
 
 
 def room(size: int) -> Tensor:
@@ -98,10 +108,10 @@ def _products(kernels: Kernels, side: int) -> dict[str, Run]:
     """A square product in torch, and in our packed layers of both types."""
     x, weight, threads = torch.randn(side, side), torch.randn(side, side), torch.get_num_threads()
     out = torch.empty(side, side)
-    memory = room(kernels.scratch_size(byref(Model(heads=1, kv_heads=1)), 0, 0, 0, threads))
 
     def packed(dtype: torch.dtype) -> Run:
         layer = pack(weight.to(dtype))
+        memory = room(kernels.linear_size(byref(layer.struct), side, threads))
 
         def run() -> None:
             where = (x.data_ptr(), side, out.data_ptr(), memory.data_ptr())

@@ -79,6 +79,7 @@ _MODEL, _STEP, _LINEAR = POINTER(Model), POINTER(Step), POINTER(Linear)
 _FUNCTIONS: dict[str, tuple[Any, ...]] = {
     "scratch_size": (c_int64, _MODEL, c_int32, c_int32, c_int32, c_int32),
     "forward": (None, _MODEL, _STEP, c_void_p, c_void_p, c_int32),
+    "linear_size": (c_int64, _LINEAR, c_int32, c_int32),
     "linear": (None, _LINEAR, c_void_p, c_int32, c_void_p, c_void_p, c_int32),
     "attend": (None, _MODEL, _STEP, c_int32, c_void_p, c_int32, c_void_p, c_void_p, c_int32),
     "rms_norm": (None, c_void_p, c_void_p, c_float, c_int32, c_int32, c_void_p, c_int32),

@@ -1,8 +1,9 @@
 """Weights of linear layers laid out for the kernels: tiles of TILE output columns, inputs in order.
 
 A line is a 32-bit lane for each column, with one float32, two bfloat16, four int8 or eight int4 codes of consecutive
-inputs. A group of codes begins with its columns' scales, of int4 with their offsets too. Outputs are padded with zeros
-to whole pairs of tiles. Packed weights lie in huge pages where the system has them.
+inputs; of int4, the first four in the lower halves of the bytes. A group of codes begins with its columns' scales, of
+int4 with their offsets too. Outputs are padded with zeros to whole pairs of tiles. Packed weights lie in huge pages
+where the system has them.
 """
 
 from __future__ import annotations
@@ -93,10 +94,10 @@ def _tiles(weight: Weight, to: int) -> Tensor:
 def _coded_tiles(weight: Quantized, to: int) -> Tensor:
     """uint8[tiles, groups, bytes of a group]."""
     inputs = 32 // weight.bits  # of a line
-    codes = weight.codes ^ ZERO if weight.bits == 8 else weight.codes  # signed here
-    lines = _padded(codes, to).view(-1, TILE, weight.shape[1] // GROUP, GROUP // inputs, inputs).permute(0, 2, 3, 1, 4)
+    codes = _padded(weight.codes ^ ZERO if weight.bits == 8 else weight.codes, to)  # int8 is signed here
+    lines = codes.view(-1, TILE, weight.shape[1] // GROUP, GROUP // inputs, inputs).permute(0, 2, 3, 1, 4)
     if weight.bits == 4:
-        lines = lines[..., 0::2] | lines[..., 1::2] << 4
+        lines = lines[..., :4] | lines[..., 4:] << 4
     headers = [_header(one, to) for one in (weight.scale, weight.offset) if one is not None]
     return torch.cat([*headers, lines.flatten(2)], -1)
 

@@ -91,7 +91,7 @@ class PackedLlama:
         """float32[S, hidden_size] to float32[S, vocab_size]."""
         hidden = hidden.contiguous()
         out = torch.empty(len(hidden), self.config.vocab_size)
-        room = self._room(self.kernels.scratch_size(byref(self.model), 0, 0, 0, self.threads))
+        room = self._room(self.kernels.linear_size(byref(self.head.struct), len(hidden), self.threads))
         self.kernels.linear(byref(self.head.struct), hidden.data_ptr(), len(hidden), out.data_ptr(), room, self.threads)
         return out
 

@@ -24,6 +24,7 @@ from proc.settings import Settings, UsageError
 from proc.supervisor import Supervisor
 from runtime.kernels.library import kernels
 from runtime.model.quantized import quantize
+from tests.coded import as_coded
 from tests.proc.test_cores import cores_of
 
 PROMPTS = [f"{'shared beginning ' * (n % 3)}prompt number {n}" for n in range(12)]
@@ -131,12 +132,13 @@ def test_logprobs_are_transformers_whatever_shapes_the_draw(
 def test_quantized_weights_are_what_their_codes_say(
     oracle: tuple[Path, transformers.LlamaForCausalLM], kind: str, bits: int
 ) -> None:
-    """Against transformers on the dequantized weights; the head has eight bits."""
+    """Against transformers on the dequantized weights, its inputs rounded as ours; the head has eight bits."""
     folder, model = oracle
     coded = copy.deepcopy(model)
     for name, part in coded.named_modules():
         if isinstance(part, torch.nn.Linear):
             part.weight.data = quantize(part.weight.data, 8 if name == "lm_head" else bits).dequantized()
+            part.register_forward_pre_hook(lambda _, inputs: (as_coded(inputs[0]),))
     with LLM(str(folder), quantization=kind, num_blocks=200, block_size=4, max_model_len=96) as llm:
         output = llm.generate(
             ["some words"], SamplingParams(temperature=0.0, max_tokens=20, logprobs=0), use_tqdm=False
@@ -147,7 +149,7 @@ def test_quantized_weights_are_what_their_codes_say(
         expected = coded(torch.tensor([prompt + ids])).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
     assert expected.argmax(-1).tolist() == ids
     assert all(
-        abs(entry[token].logprob - expected[n, token]) < 1e-3
+        abs(entry[token].logprob - expected[n, token]) < 5e-3  # an input in the middle of two codes may take either
         for n, (token, entry) in enumerate(zip(ids, told, strict=True))
     )
 

@@ -9,10 +9,12 @@ static int runs(const char *name) {
 #endif
 #if defined(__x86_64__)
     __builtin_cpu_init();
-    if (!strcmp(name, "avx2")) return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
-    if (!strcmp(name, "avx512"))
-        return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-               __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+    int avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+    int avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                 __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+    if (!strcmp(name, "avx2")) return avx2;
+    if (!strcmp(name, "avx512")) return avx512;
+    if (!strcmp(name, "avx512vnni")) return avx512 && __builtin_cpu_supports("avx512vnni");
 #endif
     return !strcmp(name, "portable");
 }
@@ -21,6 +23,9 @@ static int runs(const char *name) {
 const Kernels *sidestep_kernels(int32_t index) {
     static const Kernels *const all[] = {
 #if defined(__x86_64__)
+#if !defined(SIDESTEP_ANY_TARGET)
+        &kernels_avx512vnni,
+#endif
         &kernels_avx512, &kernels_avx2,
 #endif
         &kernels_portable};

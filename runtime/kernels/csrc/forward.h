@@ -1,6 +1,7 @@
 /* A whole step: embedding, every layer, the last norm. One region, a meeting after each stage. */
 typedef struct {
     float *x, *normed, *qkv, *attended, *gated, *parts; /* [T][hidden], ..., the parts of long decode rows */
+    int8_t *codes;                                      /* [T] rows of coded inputs */
     char *threads;
     int64_t each;
 } NAME(Room);
@@ -19,6 +20,11 @@ static int64_t NAME(furnish)(NAME(Room) *room, char *base, const Model *m, int64
         *where[i] = base ? (float *)(base + at) : NULL;
         at += NAME(up)(floats[i] * 4);
     }
+    int64_t widest = m->heads * m->head_dim;
+    if (widest < m->hidden) widest = m->hidden;
+    if (widest < m->intermediate) widest = m->intermediate;
+    room->codes = base ? (int8_t *)(base + at) : NULL;
+    at += NAME(up)(tokens * coded_row(widest));
     room->threads = base ? base + at : NULL;
     return at;
 }
@@ -34,7 +40,7 @@ static void NAME(layer)(Team *team, char *mine, const Model *m, const Step *step
     int tokens = step->tokens, hidden = m->hidden, wide = layer->qkv.n, heads = m->heads * m->head_dim;
     norm_stage(team, room->x, layer->input_norm, m->eps, tokens, hidden, room->normed);
     meet(team);
-    linear_stage(team, mine, &layer->qkv, room->normed, hidden, tokens, PUT, room->qkv, wide);
+    linear_stage(team, mine, &layer->qkv, room->normed, hidden, tokens, PUT, room->qkv, wide, room->codes);
     meet(team);
     NAME(position_stage)(team, m, layer, step, room->qkv, wide);
     meet(team);
@@ -42,13 +48,13 @@ static void NAME(layer)(Team *team, char *mine, const Model *m, const Step *step
     meet(team);
     NAME(join_stage)(team, a);
     meet(team);
-    linear_stage(team, mine, &layer->out, room->attended, heads, tokens, ADD, room->x, hidden);
+    linear_stage(team, mine, &layer->out, room->attended, heads, tokens, ADD, room->x, hidden, room->codes);
     meet(team);
     norm_stage(team, room->x, layer->post_norm, m->eps, tokens, hidden, room->normed);
     meet(team);
-    linear_stage(team, mine, &layer->gate_up, room->normed, hidden, tokens, GATE, room->gated, m->intermediate);
+    linear_stage(team, mine, &layer->gate_up, room->normed, hidden, tokens, GATE, room->gated, m->intermediate, room->codes);
     meet(team);
-    linear_stage(team, mine, &layer->down, room->gated, m->intermediate, tokens, ADD, room->x, hidden);
+    linear_stage(team, mine, &layer->down, room->gated, m->intermediate, tokens, ADD, room->x, hidden, room->codes);
     meet(team);
 }
 
@@ -69,9 +75,14 @@ static void NAME(forward)(const Model *model, const Step *step, float *hidden, v
     TEAM_RUN(threads, room.threads, room.each, NAME(walk)(team, mine, model, step, &room, hidden));
 }
 
+static int64_t NAME(linear_size)(const Linear *layer, int32_t rows, int32_t threads) {
+    return NAME(up)(rows * coded_row(layer->k)) + threads * (int64_t)LINEAR_ROOM * 4;
+}
+
 static void NAME(linear)(const Linear *layer, const float *x, int32_t rows, float *out, void *scratch, int32_t threads) {
-    TEAM_RUN(threads, scratch, LINEAR_ROOM * 4,
-             linear_stage(team, mine, layer, x, layer->k, rows, PUT, out, layer->n));
+    int8_t *codes = scratch;
+    TEAM_RUN(threads, (char *)scratch + NAME(up)(rows * coded_row(layer->k)), LINEAR_ROOM * 4,
+             linear_stage(team, mine, layer, x, layer->k, rows, PUT, out, layer->n, codes));
 }
 
 /* The queries of `qkv` [T][ld] against keys and values that are there already. */
@@ -93,6 +104,6 @@ static void NAME(norm)(const float *x, const float *weight, float eps, int32_t r
 }
 
 const Kernels NAME(kernels) = {
-    ISA_NAME,           NAME(scratch_size), NAME(forward), NAME(linear), NAME(attend), NAME(norm),
+    ISA_NAME,           NAME(scratch_size), NAME(forward), NAME(linear_size), NAME(linear), NAME(attend), NAME(norm),
     NAME(choice_size),  NAME(draw),         NAME(tell),    NAME(mask),   NAME(penalise),
 };

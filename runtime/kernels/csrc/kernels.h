@@ -80,6 +80,7 @@ typedef struct {
     const char *name;
     int64_t (*scratch_size)(const Model *, int32_t tokens, int32_t rows, int32_t parts, int32_t threads);
     void (*forward)(const Model *, const Step *, float *hidden, void *scratch, int32_t threads);
+    int64_t (*linear_size)(const Linear *, int32_t rows, int32_t threads); /* of the scratch of `linear` */
     void (*linear)(const Linear *, const float *x, int32_t rows, float *out, void *scratch, int32_t threads);
     void (*attend)(const Model *, const Step *, int32_t layer, const float *qkv, int32_t ld, float *out, void *scratch,
                    int32_t threads);
@@ -93,5 +94,5 @@ typedef struct {
     void (*penalise)(float *logits, int32_t size, const Penalty *, int32_t count, int32_t threads);
 } Kernels;
 
-extern const Kernels kernels_portable, kernels_avx2, kernels_avx512;
+extern const Kernels kernels_portable, kernels_avx2, kernels_avx512, kernels_avx512vnni;
 #endif

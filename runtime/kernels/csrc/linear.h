@@ -1,6 +1,6 @@
 /* Packed linear layers. An element of the output is one chain over K, whatever the number of rows: a step's first
  * thought is the memory of the weights, which are read once for all rows of a block of up to ROW_BLOCK. */
-enum { VECTORS = TILE / VL, ROW_BLOCK = 192, K_BLOCK = 2048, MANY_ROWS = 12, MANY_CODED = 7, WIDE_BLOCK = 64 };
+enum { VECTORS = TILE / VL, ROW_BLOCK = 192, K_BLOCK = 2048, MANY_ROWS = 12, WIDE_BLOCK = 64 };
 enum { LINEAR_ROOM = (ROW_BLOCK + WIDE_BLOCK) * 2 * TILE }; /* floats of a thread */
 /* Few rows wait for the memory of the weights, which is asked for AHEAD bytes early (measured: bench/LOG.md). */
 enum { FEW_ROWS = 6, AHEAD = 1024 };
@@ -15,34 +15,15 @@ enum { ROWS_PAIR = 1, ROWS_ONE = 3 };
 enum { ROWS_MOST = ROWS_PAIR > ROWS_ONE ? ROWS_PAIR : ROWS_ONE, COLUMNS_MOST = 2 * VECTORS };
 
 /* A line of a tile is a 32-bit lane for each column with so many inputs, the first in the lowest bits. */
-INLINE int NAME(inputs_of_line)(int kind) {
-    return kind == KIND_F32 ? 1 : kind == KIND_BF16 ? 2 : kind == KIND_INT8 ? 4 : 8;
-}
+INLINE int NAME(inputs_of_line)(int kind) { return kind == KIND_F32 ? 1 : 2; }
 
-/* Scales and offsets of a group come before its lines. */
-INLINE int NAME(header_bytes)(int kind) { return kind == KIND_INT8 ? TILE * 2 : kind == KIND_INT4 ? TILE * 4 : 0; }
-
-static inline int64_t NAME(tile_bytes)(int kind, int64_t k) {
-    return k / NAME(inputs_of_line)(kind) * TILE * 4 + k / GROUP * NAME(header_bytes)(kind);
-}
+static inline int64_t NAME(tile_bytes)(int kind, int64_t k) { return k / NAME(inputs_of_line)(kind) * TILE * 4; }
 #define tile_bytes NAME(tile_bytes)
 
-/* What turns a code into a weight, for VL columns. An int8 code is signed and has no offset. */
-typedef struct { vf scale, offset; } NAME(Group);
-#define Group NAME(Group)
-
-INLINE Group NAME(group_at)(int kind, const char *header, int column) {
-    Group group = {load_f16((const uint16_t *)header + column), splat(0.0f)};
-    if (kind == KIND_INT4) group.offset = load_f16((const uint16_t *)header + TILE + column);
-    return group;
-}
-
 /* Input `i` of a line. */
-INLINE vf NAME(weight_in)(int kind, vu lanes, int i, Group group) {
+INLINE vf NAME(weight_in)(int kind, vu lanes, int i) {
     if (kind == KIND_F32) return (vf)lanes;
-    if (kind == KIND_BF16) return (vf)(i ? lanes & 0xffff0000u : lanes << 16);
-    if (kind == KIND_INT8) return __builtin_convertvector((vi)(lanes << (24 - 8 * i)) >> 24, vf) * group.scale;
-    return __builtin_convertvector((vi)(lanes >> 4 * i & 15), vf) * group.scale + group.offset;
+    return (vf)(i ? lanes & 0xffff0000u : lanes << 16);
 }
 
 INLINE void NAME(add_products)(int rows, int columns, const float *x, int64_t ldx, const vf *weight,
@@ -60,19 +41,12 @@ INLINE void NAME(pass)(int kind, int rows, int tiles, const float *x, int64_t ld
                        float *out, int64_t ldo) {
     vf acc[ROWS_MOST][COLUMNS_MOST], weight[COLUMNS_MOST];
     vu lanes[COLUMNS_MOST];
-    Group group[COLUMNS_MOST];
-    int inputs = NAME(inputs_of_line)(kind), columns = tiles * VECTORS, coded = NAME(header_bytes)(kind) > 0;
+    int inputs = NAME(inputs_of_line)(kind), columns = tiles * VECTORS;
 #pragma GCC unroll 16
     for (int r = 0; r < rows; r++)
 #pragma GCC unroll 8
         for (int c = 0; c < columns; c++) acc[r][c] = load(out + r * ldo + c * VL);
     for (int i = 0; i < k; i += inputs, w += TILE * 4) {
-        if (coded && i % GROUP == 0) {
-#pragma GCC unroll 8
-            for (int c = 0; c < columns; c++)
-                group[c] = NAME(group_at)(kind, w + c / VECTORS * step, c % VECTORS * VL);
-            w += NAME(header_bytes)(kind);
-        }
         if (rows <= FEW_ROWS)
             for (int t = 0; t < tiles; t++) __builtin_prefetch(w + t * step + AHEAD);
 #pragma GCC unroll 8
@@ -80,7 +54,7 @@ INLINE void NAME(pass)(int kind, int rows, int tiles, const float *x, int64_t ld
 #pragma GCC unroll 8
         for (int j = 0; j < inputs; j++) {
 #pragma GCC unroll 8
-            for (int c = 0; c < columns; c++) weight[c] = NAME(weight_in)(kind, lanes[c], j, group[c]);
+            for (int c = 0; c < columns; c++) weight[c] = NAME(weight_in)(kind, lanes[c], j);
             NAME(add_products)(rows, columns, x + i + j, ldx, weight, acc);
         }
     }
@@ -122,7 +96,7 @@ INLINE void NAME(pass_one)(int kind, int rows, const float *x, int64_t ldx, cons
 INLINE void NAME(multiply_kind)(int kind, int rows, const float *x, int64_t ldx, const char *w, int64_t step, int k,
                                 float *out, int64_t ldo) {
     while (rows > 0) {
-        int pair = ROWS_ONE == 0 || (rows <= ROWS_PAIR && kind != KIND_INT4), most = pair ? ROWS_PAIR : ROWS_ONE;
+        int pair = ROWS_ONE == 0 || (rows <= ROWS_PAIR), most = pair ? ROWS_PAIR : ROWS_ONE;
         int now = rows < most ? rows : most;
         if (pair)
             NAME(pass_pair)(kind, now, x, ldx, w, step, k, out, ldo);
@@ -135,40 +109,21 @@ INLINE void NAME(multiply_kind)(int kind, int rows, const float *x, int64_t ldx,
 
 static void NAME(multiply)(int kind, int rows, const float *x, int64_t ldx, const char *w, int64_t step, int k,
                            float *out, int64_t ldo) {
-    switch (kind) {
-    case KIND_F32: NAME(multiply_kind)(KIND_F32, rows, x, ldx, w, step, k, out, ldo); break;
-    case KIND_BF16: NAME(multiply_kind)(KIND_BF16, rows, x, ldx, w, step, k, out, ldo); break;
-    case KIND_INT8: NAME(multiply_kind)(KIND_INT8, rows, x, ldx, w, step, k, out, ldo); break;
-    case KIND_INT4: NAME(multiply_kind)(KIND_INT4, rows, x, ldx, w, step, k, out, ldo); break;
-    }
+    if (kind == KIND_F32)
+        NAME(multiply_kind)(KIND_F32, rows, x, ldx, w, step, k, out, ldo);
+    else
+        NAME(multiply_kind)(KIND_BF16, rows, x, ldx, w, step, k, out, ldo);
 }
 #define multiply NAME(multiply)
 
-/* `k` inputs of one tile as float: the same numbers in the same order. Asks for the block that comes next. */
-INLINE void NAME(widen_kind)(int kind, const char *tile, int k, float *out) {
-    int inputs = NAME(inputs_of_line)(kind), coded = NAME(header_bytes)(kind) > 0;
-    int64_t block = tile_bytes(kind, WIDE_BLOCK);
-    Group group[VECTORS];
-    for (int i = 0; i < k; i += inputs, tile += TILE * 4) {
-        if (coded && i % GROUP == 0) {
-            for (int c = 0; c < VECTORS; c++) group[c] = NAME(group_at)(kind, tile, c * VL);
-            tile += NAME(header_bytes)(kind);
-        }
-        __builtin_prefetch(tile + block);
+/* `k` inputs of one tile of bfloat16 as float: the same numbers in the same order. Asks for the block that comes next. */
+static void NAME(widen)(const char *tile, int k, float *out) {
+    for (int i = 0; i < k; i += 2, tile += TILE * 4) {
+        __builtin_prefetch(tile + tile_bytes(KIND_BF16, WIDE_BLOCK));
         for (int c = 0; c < VECTORS; c++) {
             vu lanes = *(const vuu *)(tile + c * VL * 4);
-#pragma GCC unroll 8
-            for (int j = 0; j < inputs; j++)
-                store(out + (i + j) * TILE + c * VL, NAME(weight_in)(kind, lanes, j, group[c]));
+            for (int j = 0; j < 2; j++) store(out + (i + j) * TILE + c * VL, NAME(weight_in)(KIND_BF16, lanes, j));
         }
-    }
-}
-
-static void NAME(widen)(int kind, const char *tile, int k, float *out) {
-    switch (kind) {
-    case KIND_BF16: NAME(widen_kind)(KIND_BF16, tile, k, out); break;
-    case KIND_INT8: NAME(widen_kind)(KIND_INT8, tile, k, out); break;
-    case KIND_INT4: NAME(widen_kind)(KIND_INT4, tile, k, out); break;
     }
 }
 
@@ -176,8 +131,7 @@ static void NAME(widen)(int kind, const char *tile, int k, float *out) {
  * weights in float, which many rows share. */
 static void NAME(linear_pair)(const Linear *layer, int pair, const float *x, int64_t ldx, int from, int to,
                               float *buffer, float *wide) {
-    int rows = to - from, many = NAME(header_bytes)(layer->kind) ? MANY_CODED : MANY_ROWS;
-    int widens = layer->kind != KIND_F32 && rows >= many, size = widens ? WIDE_BLOCK : K_BLOCK;
+    int rows = to - from, widens = layer->kind == KIND_BF16 && rows >= MANY_ROWS, size = widens ? WIDE_BLOCK : K_BLOCK;
     int64_t bytes = tile_bytes(layer->kind, layer->k);
     const char *tiles = (const char *)layer->data + 2 * pair * bytes;
     memset(buffer, 0, (size_t)rows * 2 * TILE * sizeof(float));
@@ -185,7 +139,7 @@ static void NAME(linear_pair)(const Linear *layer, int pair, const float *x, int
         int now = layer->k - k < size ? layer->k - k : size;
         const char *block = tiles + tile_bytes(layer->kind, k);
         if (widens) {
-            for (int half = 0; half < 2; half++) NAME(widen)(layer->kind, block + half * bytes, now, wide + half * WIDE_BLOCK * TILE);
+            for (int half = 0; half < 2; half++) NAME(widen)(block + half * bytes, now, wide + half * WIDE_BLOCK * TILE);
             multiply(KIND_F32, rows, x + from * ldx + k, ldx, (const char *)wide, WIDE_BLOCK * TILE * 4, now, buffer,
                      2 * TILE);
         } else
@@ -193,6 +147,8 @@ static void NAME(linear_pair)(const Linear *layer, int pair, const float *x, int
     }
 }
 #define linear_pair NAME(linear_pair)
+
+#include "coded.h"
 
 /* What becomes of a layer's output. */
 enum { PUT = 0, ADD = 1, GATE = 2 };
@@ -220,14 +176,22 @@ static void NAME(finish)(const Linear *layer, int pair, int from, int to, const 
 
 static inline int NAME(pairs)(const Linear *layer) { return (layer->n + 2 * TILE - 1) / (2 * TILE); }
 
-/* A stage: every pair of tiles with every block of rows is a task. */
+/* A stage: every pair of tiles with every block of rows is a task. Coded layers make `codes` of their inputs first. */
 static void NAME(linear_stage)(Team *team, char *mine, const Linear *layer, const float *x, int64_t ldx, int rows,
-                               int how, float *out, int64_t ldo) {
+                               int how, float *out, int64_t ldo, int8_t *codes) {
     int blocks = (rows + ROW_BLOCK - 1) / ROW_BLOCK, tasks = NAME(pairs)(layer) * blocks;
+    float *buffer = (float *)mine, *wide = buffer + ROW_BLOCK * 2 * TILE;
+    if (is_coded(layer->kind)) {
+        NAME(code_stage)(team, x, ldx, rows, layer->k, codes);
+        meet(team);
+    }
     for (int task = take(team); task < tasks; task = take(team)) {
-        int from = task % blocks * ROW_BLOCK, to = from + ROW_BLOCK < rows ? from + ROW_BLOCK : rows;
-        linear_pair(layer, task / blocks, x, ldx, from, to, (float *)mine, (float *)mine + ROW_BLOCK * 2 * TILE);
-        NAME(finish)(layer, task / blocks, from, to, (const float *)mine, how, out, ldo);
+        int pair = task / blocks, from = task % blocks * ROW_BLOCK, to = from + ROW_BLOCK < rows ? from + ROW_BLOCK : rows;
+        if (is_coded(layer->kind))
+            NAME(coded_pair)(layer, pair, codes, from, to, buffer);
+        else
+            linear_pair(layer, pair, x, ldx, from, to, buffer, wide);
+        NAME(finish)(layer, pair, from, to, buffer, how, out, ldo);
     }
 }
 #define linear_stage NAME(linear_stage)

@@ -46,8 +46,25 @@ INLINE vf load_kind(const void *p, int kind, int64_t at) {
 
 /* Finite float16: the exponent is rebased by a multiplication, which subnormals survive. */
 INLINE vf load_f16(const uint16_t *p) {
+#if VL == 16 && defined(__AVX512F__)
+    return (vf)_mm512_cvtph_ps(*(const __m256i_u *)p);
+#elif VL == 8 && defined(__F16C__)
+    return (vf)_mm256_cvtph_ps(*(const __m128i_u *)p);
+#else
     vu bits = widened(*(const vhu *)p), sign = (bits & 0x8000) << 16;
     return (vf)((vu)((vf)((bits & 0x7fff) << 13) * 0x1p112f) | sign);
+#endif
+}
+
+/* The whole number that is nearest, even of two; |x| < 2^22. */
+INLINE vi nearest(vf x) {
+#if VL == 16 && defined(__AVX512F__)
+    return (vi)_mm512_cvtps_epi32((__m512)x);
+#elif VL == 8 && defined(__AVX2__)
+    return (vi)_mm256_cvtps_epi32((__m256)x);
+#else
+    return (vi)(x + 12582912.0f) - (vi)splat(12582912.0f);
+#endif
 }
 
 /* Rounded to nearest even; NaN stays NaN. */
