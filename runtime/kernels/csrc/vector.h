@@ -81,8 +81,26 @@ INLINE void store_kind(void *p, int kind, int64_t at, vf x) {
         store((float *)p + at, x);
 }
 
-INLINE vf choose(vi mask, vf yes, vf no) { return (vf)(((vi)yes & mask) | ((vi)no & ~mask)); }
-INLINE vf larger(vf a, vf b) { return choose(a > b, a, b); }
+/* `mask` is all ones or all zeros in each lane. */
+INLINE vf choose(vi mask, vf yes, vf no) {
+#if VL == 8 && defined(__AVX2__)
+    return (vf)_mm256_blendv_ps((__m256)no, (__m256)yes, (__m256)mask);
+#else
+    return (vf)(((vi)yes & mask) | ((vi)no & ~mask));
+#endif
+}
+/* `b` where one is not a number. */
+INLINE vf larger(vf a, vf b) {
+#if VL == 16 && defined(__AVX512F__)
+    return (vf)_mm512_max_ps((__m512)a, (__m512)b);
+#elif VL == 8 && defined(__AVX2__)
+    return (vf)_mm256_max_ps((__m256)a, (__m256)b);
+#else
+    return choose(a > b, a, b);
+#endif
+}
+
+INLINE vf smaller(vf a, vf b) { return -larger(-a, -b); }
 
 INLINE float sum(vf x) {
     union { vf whole; v4 part[VL / 4]; } u = {x};
@@ -130,11 +148,10 @@ INLINE vf sums(vf *x) {
     return x[0];
 }
 
-/* e^x within 2 ulp for x <= 0 or small; 0 below -87 (Cody and Waite's reduction, a degree 6 polynomial). */
+/* e^x within 2 ulp; 0 below -87, e^88 above 88 (Cody and Waite's reduction, a degree 6 polynomial). */
 INLINE vf expv(vf x) {
-    vf clamped = larger(x, splat(-87.0f));
-    vf n = clamped * 1.44269504f;
-    vi whole = __builtin_convertvector(n + choose(n < 0, splat(-0.5f), splat(0.5f)), vi);
+    vf clamped = smaller(larger(x, splat(-87.0f)), splat(88.0f));
+    vi whole = nearest(clamped * 1.44269504f);
     vf k = __builtin_convertvector(whole, vf);
     vf r = clamped - k * 0.693359375f;
     r = r + k * 2.12194440e-4f;

@@ -106,6 +106,14 @@ def test_layers_of_several_kinds_lie_together_in_int8(kernels: Kernels) -> None:
     assert (mixed[:, 16:] - x @ parts[1].T).abs().max() < 0.4
 
 
+def test_exponentials_of_any_size_leave_greedy_choices_and_weights_finite(kernels: Kernels) -> None:
+    """Scores so far apart that all but one key's weight is 0."""
+    paged = Paged([40, 70], [1, 70], 16, (4, 2), 16)
+    paged.qkv *= 200
+    got = paged.attend(kernels, torch.float32, 0)
+    assert got.isfinite().all() and (got - paged.expected(0)).abs().max() < 1e-2
+
+
 def test_no_rows_are_fine(kernels: Kernels) -> None:
     assert linear(kernels, pack(torch.ones(32, 4)), torch.empty(0, 4)).shape == (0, 32)
 
