@@ -24,7 +24,6 @@ def tables(request: pytest.FixtureRequest) -> tuple[TokenTable, TokenTable]:
         fd = create_table(SHAPE)
         return TokenTable(SHAPE, fd), TokenTable(SHAPE, fd)
     table = TokenTable(SHAPE)
-    table.stamp[:] = -1
     return table, table
 
 
