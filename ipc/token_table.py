@@ -1,9 +1,9 @@
 """The TokenTable: next-token ids that the worker writes and the scheduler reads, in memory both of them map.
 
-`next[slot]` is the input id of a slot's next decode row. The ring `ids[step % R, row, k]` with `count[row]`, a step stamp
-and an error word holds what each step drew. Knows no plan and no request. Sampled rows are poisoned with -1 before use;
-a reader that meets a poisoned or stale value raises. A device cannot raise: it sets the entry's error word, and whoever
-reads that entry does. `ipc.device_table` is the table on a GPU.
+`next[slot]` is the input id of a slot's next decode row. The ring `ids[step % R, row, k]` with `count[row]`, a step
+stamp and an error word holds what each step drew. Knows no plan and no request. Sampled rows are poisoned with -1
+before use; a reader that meets a poisoned or stale value raises. A device cannot: it sets the error word, and whoever
+reads that step's ids raises. `ipc.device_table` is the table on a GPU.
 """
 
 from __future__ import annotations
