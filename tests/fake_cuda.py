@@ -18,12 +18,14 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import count
+from types import SimpleNamespace
 from typing import ClassVar, TextIO
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ipc.cuda_runtime import HANDLE_BYTES, CudaError
+from ipc.device_table import DeviceArray
 
 RECORDED, DONE, WANTED = (
     0,
@@ -50,7 +52,7 @@ class Memory:
 
 @dataclass
 class Queued:
-    run: Callable[[], None]
+    run: Callable[[], object]
     event: NDArray[np.int64] | None = None  # that stands for all up to here
     number: int = 0
 
@@ -62,6 +64,7 @@ class Queued:
 class FakeCuda:
     """One process's runtime, of which a test may have several. `visible`: the devices by their ordinals."""
 
+    place = "cpu"  # torch's name for the device
     living: ClassVar[weakref.WeakSet[FakeCuda]] = weakref.WeakSet()
     serial: ClassVar[count[int]] = count()
 
@@ -121,10 +124,7 @@ class FakeCuda:
         self.launch(stream, lambda: ctypes.memmove(to, source, nbytes))
 
     def launch(self, stream: int, kernel: Callable[[], object]) -> None:
-        def run() -> None:
-            kernel()
-
-        self.streams[stream].append(Queued(run))
+        self.streams[stream].append(Queued(kernel))
 
     def record(self, event: int, stream: int) -> None:
         numbers = self.events[event].numbers
@@ -164,6 +164,10 @@ class FakeCuda:
 
     def open_event(self, handle: bytes) -> int:
         return self._keep(self.events, self._opened("cudaIpcOpenEventHandle", b"event", handle))
+
+    def array(self, array: DeviceArray) -> NDArray[np.generic]:
+        """Over the same memory; numpy's interface is what CUDA's was made after."""
+        return np.asarray(SimpleNamespace(__array_interface__=array.__cuda_array_interface__))
 
     def serve_until(self, said: TextIO) -> None:
         """Be the device for other processes until something is said, or nobody is left to say it."""

@@ -5,42 +5,64 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
 import numpy as np
 import pytest
+import torch
 
 from ipc.device_table import DeviceReader
 from ipc.shared_memory import create_table
 from ipc.token_table import TableError, TokenTable
 from tests.fake_cuda import FakeCuda
-from tests.ipc.gpu_worker import ROWS, SHAPE, SLOTS, GpuWriter
+from tests.ipc.gpu_worker import ROWS, SHAPE, SLOTS, GpuWriter, RealCuda
 
 Writer = TokenTable | GpuWriter
 Reader = TokenTable | DeviceReader
 
 
-@pytest.fixture(params=["local", "shm", "pinned", "cuda-ipc", "cuda-local"])
-def tables(request: pytest.FixtureRequest) -> tuple[Writer, Reader]:
-    """(writer, reader)"""
-    if request.param == "local":
+def tables_on_host(fd: int | None) -> tuple[TokenTable, TokenTable]:
+    if fd is None:
         table = TokenTable(SHAPE)
         return table, table
-    if request.param.startswith("cuda"):
-        return on_gpu(other_process=request.param == "cuda-ipc")
-    fd = create_table(SHAPE)
-    mine, theirs = TokenTable(SHAPE, fd), TokenTable(SHAPE, fd)
+    writer, reader = TokenTable(SHAPE, fd), TokenTable(SHAPE, fd)
     os.close(fd)
-    return GpuWriter(FakeCuda(), mine) if request.param == "pinned" else mine, theirs
+    return writer, reader
 
 
-def on_gpu(other_process: bool) -> tuple[GpuWriter, DeviceReader]:
-    writer = GpuWriter(FakeCuda())
+def pinned(cuda: FakeCuda | RealCuda) -> tuple[GpuWriter, TokenTable]:
+    writer, reader = tables_on_host(create_table(SHAPE))
+    return GpuWriter(cuda, writer), reader
+
+
+def on_gpu(cuda: FakeCuda | RealCuda, other: FakeCuda | None = None) -> tuple[GpuWriter, DeviceReader]:
+    """Read by the runtime of the same process, or of an `other`, which no process id matches."""
+    writer = GpuWriter(cuda)
     export = writer.table.export(epoch=1)
-    if not other_process:
-        return writer, DeviceReader.open(writer.cuda, export, epoch=1)
-    return writer, DeviceReader.open(FakeCuda(), msgspec.structs.replace(export, process=0), epoch=1)
+    if other is None:
+        return writer, DeviceReader.open(cuda, export, epoch=1)
+    return writer, DeviceReader.open(other, msgspec.structs.replace(export, process=0), epoch=1)
+
+
+BACKINGS: dict[str, Callable[[], tuple[Writer, Reader]]] = {
+    "local": lambda: tables_on_host(None),
+    "shm": lambda: tables_on_host(create_table(SHAPE)),
+    "pinned": lambda: pinned(FakeCuda()),
+    "cuda-ipc": lambda: on_gpu(FakeCuda(), FakeCuda()),
+    "cuda-local": lambda: on_gpu(FakeCuda()),
+    "pinned, real": lambda: pinned(RealCuda()),
+    "cuda-local, real": lambda: on_gpu(RealCuda()),
+}
+
+
+@pytest.fixture(params=BACKINGS)
+def tables(request: pytest.FixtureRequest) -> tuple[Writer, Reader]:
+    """(writer, reader)"""
+    if "real" in request.param and not torch.cuda.is_available():
+        pytest.skip("needs a GPU")
+    return BACKINGS[request.param]()
 
 
 def test_what_is_published_is_read(tables: tuple[Writer, Reader]) -> None:

@@ -37,6 +37,16 @@ def test_a_slot_decodes_what_the_step_before_published() -> None:
     assert table.count[1].tolist() == [1, 1, 0, 0]
 
 
+def test_poison_empties_the_entry_and_no_other() -> None:
+    table = tokens()
+    for step in (1, 2, 4):
+        table.poison(at(step), at())
+        if step < 4:
+            table.publish(at(step), at(0, 3), at(1, 2), torch.tensor([[4, 5], [6, 7]], dtype=torch.int32))
+    assert (table.ids[1] == -1).all() and not table.count[1].any()
+    assert table.ids[2, 3].tolist() == [6, 7] and table.count[2].tolist() == [2, 0, 0, 2]
+
+
 def test_the_last_of_several_tokens_comes_next() -> None:
     table = tokens()
     table.poison(at(0), at(1))
