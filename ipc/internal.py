@@ -7,6 +7,7 @@ import msgspec
 from ipc.histogram import Histogram
 from ipc.messages import Priority
 from ipc.sampling_params import U64, SamplingParams
+from ipc.shared_memory import Shape
 
 
 class Admit(msgspec.Struct, frozen=True, tag=True, array_like=True):
@@ -127,6 +128,21 @@ class Load(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 class Alive(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """A worker that has had nothing to do for a while is still there."""
+
+
+class TableExport(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Where a worker's TokenTable is on its GPU. Void once the worker has ended; another one has another epoch."""
+
+    epoch: U64
+    device: str  # PCI bus id: ordinals are each process's own
+    memory: bytes  # cudaIpcMemHandle_t
+    offset: U64  # of the table in that memory
+    dtype: str  # of ids
+    shape: Shape  # all other offsets follow from it
+    events: list[bytes]  # cudaIpcEventHandle_t, one for each entry of the ring
+    process: U64  # its own handles are no use to it: there the table and its events are
+    address: U64
+    local_events: list[U64]
 
 
 ToScheduler = Admit | Cancel | Ask

@@ -12,11 +12,26 @@ from dataclasses import dataclass
 
 MOST_IDS = 1 << 19  # of a vocabulary that masks have room for
 NOTHING = b"\xff"  # every byte of -1
+HEADER = 16  # bytes of an entry before its counts
+ALIGN = 16  # bytes; entries begin where a device writes widely
+
+
+@dataclass(frozen=True)
+class Field:
+    """One array of a table; `offset` and `strides` in bytes."""
+
+    offset: int
+    dtype: str
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class Shape:
-    """What both sides of a TokenTable must agree on; `ring` is at least overlap depth + 2."""
+    """What both sides of a TokenTable must agree on; `ring` is at least overlap depth + 2.
+
+    What a step drew stands in one piece, its entry, so that one copy brings it from a device.
+    """
 
     slots: int
     ring: int
@@ -24,17 +39,36 @@ class Shape:
     width: int = 1  # tokens a row may yield in one step
 
     @property
+    def entry_nbytes(self) -> int:
+        return -(-(HEADER + 4 * self.rows * (1 + self.width)) // ALIGN) * ALIGN
+
+    @property
     def nbytes(self) -> int:
-        return 4 * (self.slots + self.ring * self.rows * (self.width + 1)) + 8 * self.ring
+        return self.ring * self.entry_nbytes + 4 * self.slots
+
+    @property
+    def fields(self) -> dict[str, Field]:
+        """The entries one after the other, each with a stamp, an error word, counts and ids; then `next`."""
+        ring, rows, width, entry = self.ring, self.rows, self.width, self.entry_nbytes
+        return {
+            "stamp": Field(0, "<i8", (ring,), (entry,)),
+            "error": Field(8, "<i4", (ring,), (entry,)),
+            "count": Field(HEADER, "<i4", (ring, rows), (entry, 4)),
+            "ids": Field(HEADER + 4 * rows, "<i4", (ring, rows, width), (entry, 4 * width, 4)),
+            "next": Field(ring * entry, "<i4", (self.slots,), (4,)),
+        }
+
+    def blank(self) -> bytes:
+        """A table with no step stamped and no id written."""
+        entry = NOTHING * 8 + bytes(HEADER - 8 + 4 * self.rows) + NOTHING * (4 * self.rows * self.width)
+        return entry.ljust(self.entry_nbytes, b"\0") * self.ring + bytes(4 * self.slots)
 
 
 def create_table(shape: Shape) -> int:
-    """The descriptor of a TokenTable with no step stamped and no id written, every page touched; inheritable."""
+    """The descriptor of a blank TokenTable, every page touched; inheritable."""
     fd = _create("sidestep-tokens", shape.nbytes)
-    ring, cells = shape.ring, shape.ring * shape.rows
     with mmap.mmap(fd, shape.nbytes) as memory:
-        memory.write(NOTHING * (8 * ring) + bytes(4 * shape.slots) + NOTHING * (4 * cells * shape.width))
-        memory.write(bytes(4 * cells))
+        memory.write(shape.blank())
     return fd
 
 

@@ -1,8 +1,9 @@
 """The TokenTable: next-token ids that the worker writes and the scheduler reads, in memory both of them map.
 
-`next[slot]` is the input id of a slot's next decode row. The ring `ids[step % R, row, k]` with `count[row]` and a step
-stamp holds what each step drew. Knows no plan and no request. Sampled rows are poisoned with -1 before use; a reader
-that meets a poisoned or stale value raises.
+`next[slot]` is the input id of a slot's next decode row. The ring `ids[step % R, row, k]` with `count[row]`, a step
+stamp and an error word holds what each step drew. Knows no plan and no request. Sampled rows are poisoned with -1
+before use; a reader that meets a poisoned or stale value raises. A device cannot: it sets the error word, and whoever
+reads that step's ids raises. `ipc.device_table` is the table on a GPU.
 """
 
 from __future__ import annotations
@@ -24,21 +25,31 @@ class TableError(RuntimeError):
 class TokenTable:
     """One mapping of the table. `fd` None keeps it in this process alone; otherwise it is of `create_table`."""
 
+    stamp: NDArray[np.int64]  # [ring]
+    error: I32  # [ring]: reads by a device, in that step, of ids that were not there
+    count: I32  # [ring, rows]
+    ids: I32  # [ring, rows, width]
+    next: I32  # [slots]
+
     def __init__(self, shape: Shape, fd: int | None = None) -> None:
         self.shape = shape
         self._map = mmap.mmap(-1 if fd is None else fd, shape.nbytes)
-        ring, rows, width = shape.ring, shape.rows, shape.width
-        numbers = np.frombuffer(self._map, np.int32, offset=8 * ring)
-        self.stamp = np.frombuffer(self._map, np.int64, ring)
-        self.next: I32 = numbers[: shape.slots]
-        self.ids: I32 = numbers[shape.slots :][: ring * rows * width].reshape(ring, rows, width)
-        self.count: I32 = numbers[shape.slots + ring * rows * width :].reshape(ring, rows)
+        if fd is None:
+            self._map.write(shape.blank())
+        for name, field in shape.fields.items():
+            setattr(self, name, np.ndarray(field.shape, field.dtype, self._map, field.offset, field.strides))
+
+    @property
+    def address(self) -> int:
+        """Where the table begins in this process, on a page of its own."""
+        return self.stamp.ctypes.data
 
     def poison(self, step: int, rows: I32) -> None:
         """Before a step runs: its sampling `rows` hold nothing yet, and the ring entry is now this step's."""
         entry = step % self.shape.ring
         self.ids[entry, rows] = -1
         self.count[entry] = 0  # of every row: one that does not sample in this step must not show an older step's ids
+        self.error[entry] = 0
         self.stamp[entry] = step
 
     def publish(self, step: int, rows: I32, slots: I32, ids: I32) -> None:
@@ -52,8 +63,13 @@ class TokenTable:
         self.next[slots] = np.where(slots == 0, 0, ids[:, -1])
 
     def read(self, step: int, rows: I32) -> tuple[I32, I32]:
-        """(int32[S, width], counts int32[S]) of a finished step. Raises `TableError` on a stale or poisoned entry."""
+        """(int32[S, width], counts int32[S]) of a finished step. Raises `TableError` on a stale or poisoned entry.
+
+        Also where the device read, for that step's input, ids that were not there.
+        """
         entry = self._entry(step)
+        if self.error[entry]:
+            raise TableError(f"step {step} began with {self.error[entry]} ids that had not been written")
         ids: I32 = self.ids[entry, rows]
         counts: I32 = self.count[entry, rows]
         missing = (ids < 0) & (np.arange(self.shape.width) < counts[:, None])
