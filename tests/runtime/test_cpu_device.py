@@ -15,9 +15,11 @@ import pytest
 import torch
 
 import runtime.device.cpu as cpu
+from bench.kernel_cases import batch_of
 from runtime.batch import SlotTables
-from runtime.kernels.library import every
+from runtime.kernels.library import Kernels, every
 from runtime.kernels.sampling import KernelOps
+from runtime.kv_cache import KVCache
 from runtime.limits import Limits
 from runtime.model.config import ModelConfig
 from runtime.model.on_torch import TorchModel
@@ -58,6 +60,23 @@ class CpuEngine(Engine):
 
 MODELS = models()
 OPS: dict[str, SamplingOps] = {"torch": TorchOps(), **{one.name: KernelOps(one, 2) for one in every()}}
+
+
+@pytest.mark.parametrize("kernels", list(every()), ids=lambda one: one.name)
+def test_gates_far_from_zero_are_closed_or_open(kernels: Kernels) -> None:
+    """silu of hundreds, of either sign: its exponential is beyond float32."""
+    far = weights()
+    for layer in range(CONFIG.num_layers):
+        far[f"model.layers.{layer}.mlp.gate_proj.weight"] *= 200
+    batch, hidden = batch_of(1, 20, chunk=True), []
+    ids = np.arange(20, dtype=np.int32)
+    for model in (TorchModel(CONFIG, dict(far)), PackedLlama(CONFIG, dict(far), kernels)):
+        cache = KVCache(CONFIG.num_layers, 2, 16, CONFIG.num_kv_heads, CONFIG.head_dim, torch.float32)
+        model.attach(cache, 32)
+        hidden.append(model.forward(batch, ids))
+    gates = torch.nn.functional.linear(hidden[0], far["model.layers.1.mlp.gate_proj.weight"])
+    assert gates.min() < -100 and gates.max() > 100
+    assert torch.allclose(hidden[1], hidden[0], rtol=1e-3, atol=1e-3)
 
 
 def requests() -> list[Request]:
