@@ -1,7 +1,7 @@
 """The Llama family on the C kernels: a whole step is one call. The torch model (`llama.py`) is its reference.
 
-Weights are packed once; activations are float32 throughout, so that a step differs from the torch path's in bfloat16 by
-being more exact. Knows no slots and no plans.
+Weights are packed once; activations are float32, and codes where a layer's weights are, so that a step differs from the
+torch path's in bfloat16 by being more exact. Knows no slots and no plans.
 """
 
 from __future__ import annotations

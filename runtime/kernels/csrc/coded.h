@@ -8,12 +8,14 @@ enum { ROWS_CODED = 4, TILES_CODED = 1 };
 #else
 enum { ROWS_CODED = 1, TILES_CODED = 1 };
 #endif
-enum { LINES_MOST = GROUP / 4, AHEAD_CODED = 2048 };
+enum { AHEAD_CODED = 2048 }; /* bytes that one row alone asks for early */
 
 /* Scales and offsets of a group come before its lines. */
 INLINE int NAME(is_coded)(int kind) { return kind == KIND_INT8 || kind == KIND_INT4; }
 INLINE int NAME(header_bytes)(int kind) { return kind == KIND_INT8 ? TILE * 2 : TILE * 4; }
-INLINE int64_t NAME(group_bytes)(int kind) { return NAME(header_bytes)(kind) + TILE * (kind == KIND_INT8 ? GROUP : GROUP / 2); }
+INLINE int64_t NAME(group_bytes)(int kind) {
+    return NAME(header_bytes)(kind) + TILE * (kind == KIND_INT8 ? GROUP : GROUP / 2);
+}
 #define is_coded NAME(is_coded)
 #define group_bytes NAME(group_bytes)
 
@@ -110,8 +112,8 @@ INLINE vf NAME(group_value)(int kind, vi sums, float total, vf scale, vf offset)
     return kind == KIND_INT4 ? value + offset * total : value;
 }
 
-/* `rows` rows of `k` coded inputs against `tiles` tiles that lie `step` apart, added to out. */
-INLINE void NAME(coded_pass)(int kind, int rows, int tiles, const int8_t *x, int64_t ldx, const float *groups,
+/* `rows` rows of `k` coded inputs, whose scales and sums begin at `groups`, against `tiles` tiles that lie `step` apart, added to out. */
+INLINE void NAME(coded_pass)(int kind, int rows, int tiles, const int8_t *x, int64_t ldx, const int8_t *groups,
                              const char *w, int64_t step, int k, float *out, int64_t ldo) {
     enum { MOST = ROWS_CODED, WIDE = 2 * TILE / VL };
     int columns = tiles * TILE / VL, lines = kind == KIND_INT8 ? GROUP / 4 : GROUP / 8, parts = GROUP / 4 / lines;
@@ -120,7 +122,7 @@ INLINE void NAME(coded_pass)(int kind, int rows, int tiles, const int8_t *x, int
     for (int r = 0; r < rows; r++)
 #pragma GCC unroll 8
         for (int c = 0; c < columns; c++) acc[r][c] = load(out + r * ldo + c * VL);
-    for (int from = 0; from < k; from += GROUP, w += group_bytes(kind), groups += 2) {
+    for (int from = 0; from < k; from += GROUP, w += group_bytes(kind), groups += 8) {
         vi sums[MOST][WIDE] = {{{0}}};
         const char *line = w + NAME(header_bytes)(kind);
 #pragma GCC unroll 8
@@ -151,7 +153,7 @@ INLINE void NAME(coded_pass)(int kind, int rows, int tiles, const int8_t *x, int
             vf scale = load_f16(header), offset = kind == KIND_INT4 ? load_f16(header + TILE) : splat(0.0f);
 #pragma GCC unroll 8
             for (int r = 0; r < rows; r++) {
-                const float *group = (const float *)((const char *)groups + r * ldx);
+                const float *group = (const float *)(groups + r * ldx);
                 acc[r][c] += NAME(group_value)(kind, sums[r][c], group[1], scale, offset) * group[0];
             }
         }
@@ -163,7 +165,7 @@ INLINE void NAME(coded_pass)(int kind, int rows, int tiles, const int8_t *x, int
 }
 
 /* Rows against one pair of tiles, in passes of as many rows as the registers hold. */
-INLINE void NAME(coded_rows)(int kind, int rows, const int8_t *x, int64_t ldx, const float *groups, const char *w,
+INLINE void NAME(coded_rows)(int kind, int rows, const int8_t *x, int64_t ldx, const int8_t *groups, const char *w,
                              int64_t step, int k, float *out, int64_t ldo) {
     if (rows == 1) {
         NAME(coded_pass)(kind, 1, 2, x, ldx, groups, w, step, k, out, ldo);
@@ -172,11 +174,9 @@ INLINE void NAME(coded_rows)(int kind, int rows, const int8_t *x, int64_t ldx, c
     for (int tile = 0; tile < 2; tile += TILES_CODED, w += TILES_CODED * step, out += TILES_CODED * TILE) {
         int r = 0;
         for (; r + ROWS_CODED <= rows; r += ROWS_CODED)
-            NAME(coded_pass)(kind, ROWS_CODED, TILES_CODED, x + r * ldx, ldx, (const float *)((const char *)groups + r * ldx), w,
-                             step, k, out + r * ldo, ldo);
+            NAME(coded_pass)(kind, ROWS_CODED, TILES_CODED, x + r * ldx, ldx, groups + r * ldx, w, step, k, out + r * ldo, ldo);
         for (; r < rows; r++)
-            NAME(coded_pass)(kind, 1, TILES_CODED, x + r * ldx, ldx, (const float *)((const char *)groups + r * ldx), w, step, k,
-                             out + r * ldo, ldo);
+            NAME(coded_pass)(kind, 1, TILES_CODED, x + r * ldx, ldx, groups + r * ldx, w, step, k, out + r * ldo, ldo);
     }
 }
 
@@ -186,8 +186,7 @@ static void NAME(coded_pair)(const Linear *layer, int pair, const int8_t *codes,
     memset(buffer, 0, (size_t)(to - from) * 2 * TILE * sizeof(float));
     for (int k = 0; k < layer->k; k += K_BLOCK) {
         int now = layer->k - k < K_BLOCK ? layer->k - k : K_BLOCK;
-        const int8_t *x = codes + from * ldx;
-        const float *groups = (const float *)(x + layer->k) + k / GROUP * 2;
+        const int8_t *x = codes + from * ldx, *groups = x + layer->k + k / GROUP * 8;
         const char *w = tiles + k / GROUP * group_bytes(layer->kind);
         if (layer->kind == KIND_INT8)
             NAME(coded_rows)(KIND_INT8, to - from, x + k, ldx, groups, w, bytes, now, buffer, 2 * TILE);
