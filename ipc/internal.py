@@ -128,6 +128,8 @@ class Load(msgspec.Struct, frozen=True, tag=True, array_like=True):
 class Alive(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """A worker that has had nothing to do for a while is still there."""
 
+    rank: U64 = 0  # among its replica's
+
 
 ToScheduler = Admit | Cancel | Ask
 ToTokenizer = TokenBatch | Compiled | Rejected | ReplicaReady | Load
