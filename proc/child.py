@@ -76,7 +76,8 @@ class Child:
             self.tell(Word("ended", str(role)))
         except Exception as error:
             if "PeerLost" in _kinds(error) and control.stopped.wait(PATIENCE):
-                return  # the rank that died is the cause, and the supervisor knows of it
+                loop.close()  # the rank that ended is the cause, and the supervisor knows of it
+                return
             mistake = isinstance(error, (UsageError, ValueError, OSError)) and _is_clear(error)
             trace = "" if mistake else traceback.format_exc()
             self.tell(Word("failed", str(role), message=str(error) or repr(error), trace=trace))

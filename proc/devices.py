@@ -110,7 +110,7 @@ def _cpu(settings: Settings, folder: Path, table: TokenTable, halves: Halves, ra
     block = bytes_per_block(held.num_layers, settings.block_size, held.num_kv_heads, held.head_dim, model.dtype)
     blocks = ranks.least(settings.num_blocks or _blocks_that_fit(settings, block, config.max_model_len, rank.size))
     longest = model_len(settings, config.max_model_len, blocks)
-    masks, processors = halves.open(config.vocab_size), _processors(settings.processors)
+    masks, processors = halves.open(config.vocab_size), _processors(settings.processors, ranks)
     device = CpuDevice(model, _sampling_ops(), _tables(settings, longest), table, masks, blocks, processors)
     words = f"cpu, {str(model.dtype).removeprefix('torch.')}, {torch.get_num_threads()} threads, {path}"
     shared = config.shares_prefixes
@@ -172,13 +172,16 @@ def _sampling_ops() -> SamplingOps:
     return TorchOps() if found is None else KernelOps(found, torch.get_num_threads())
 
 
-def _processors(named: dict[str, str]) -> dict[str, Any]:
+def _processors(named: dict[str, str], ranks: Collective) -> dict[str, Any]:
     """The callables of --logits-processors. Raises `UsageError` for one that cannot be had."""
+    from runtime.logits import of_first_rank
+
     found = {}
     for name, place in named.items():
         module, _, function = place.partition(":")
         try:
-            found[name] = getattr(import_module(module), function)
+            processor = getattr(import_module(module), function)
+            found[name] = processor if ranks.rank.size == 1 else of_first_rank(processor, ranks)
         except (ImportError, AttributeError, ValueError) as error:
             raise UsageError(f"--logits-processors {name}={place}: {error}") from None
     return found

@@ -89,7 +89,7 @@ def _by_role(counts: dict[str, int]) -> Topology:
     replicas = counts.get("scheduler", 1)
     workers = replicas * counts.get("worker", 1)
     if workers > 64:
-        raise UsageError(f"--procs: {replicas} schedulers with {workers // replicas} workers each, at most 64 are possible")
+        raise UsageError(f"--procs: {replicas} times {workers // replicas} workers, at most 64 are possible")
     names = ("tokenizer",) * counts.get("tokenizer", 1) + ("scheduler",) * replicas + ("worker",) * workers
     names += ("grammar",) * replicas + ("http",) * counts.get("http", 0)
     seen: dict[str, int] = {}

@@ -37,8 +37,6 @@ class Collective(Protocol):
     def least(self, number: int) -> int:
         """Of every rank's number."""
 
-    def close(self) -> None: ...
-
 
 class Alone:
     """The only rank."""
@@ -54,12 +52,12 @@ class Alone:
     def least(self, number: int) -> int:
         return number
 
-    def close(self) -> None:
-        """Nothing was opened."""
-
 
 class Together:
-    """The ranks meet through the file `meeting`, which none of them has made yet; each in a process of its own."""
+    """One rank of several, in a process of its own, with whose end it leaves the others.
+
+    They meet through the file `meeting`, which only they know.
+    """
 
     def __init__(self, rank: Rank, meeting: str, backend: str = "gloo") -> None:
         self.rank = rank
@@ -84,9 +82,6 @@ class Together:
         with _others():
             dist.all_reduce(least, dist.ReduceOp.MIN)
         return int(least)
-
-    def close(self) -> None:
-        dist.destroy_process_group()
 
 
 @contextmanager

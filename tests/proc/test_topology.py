@@ -75,7 +75,7 @@ def test_http_is_one_process_unless_the_layout_says_otherwise() -> None:
         ("-3", "between 1 and 64"),
         ("1000", "between 1 and 64"),
         ("worker=0", "between 1 and 64"),
-        ("scheduler=2,worker=33", "33 workers each"),
+        ("scheduler=2,worker=33", "2 times 33 workers"),
         ("http=65", "at most 64"),
         ("tokeniser=1", "did you mean tokenizer"),
         ("gpu=1", "roles are tokenizer, scheduler, worker, http"),
