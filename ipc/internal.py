@@ -129,6 +129,8 @@ class Load(msgspec.Struct, frozen=True, tag=True, array_like=True):
 class Alive(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """A worker that has had nothing to do for a while is still there."""
 
+    rank: U64 = 0  # among its replica's
+
 
 class TableExport(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """Where a worker's TokenTable is on its GPU. Void once the worker has ended; another one has another epoch."""

@@ -226,7 +226,9 @@ def serve(given: argparse.Namespace) -> int:
 def _describe(server: Supervisor, settings: Settings, seconds: float) -> None:
     info = server.worker_info()
     mib = {name: f"{info[name] / 2**20:.0f} MiB" for name in ("weight_bytes", "kv_bytes")}
-    say(f"started in {seconds:.1f} s; weights {mib['weight_bytes']}, KV {mib['kv_bytes']}")
+    ranks = server.topology.num_ranks
+    each = f" in each of {ranks} tensor-parallel workers" if ranks > 1 else ""
+    say(f"started in {seconds:.1f} s; weights {mib['weight_bytes']}, KV {mib['kv_bytes']}{each}")
     tokens, longest = info["kv_tokens"], info["max_model_len"]
     say(f"KV cache: {tokens} tokens; maximum concurrency for {longest} tokens: {tokens / longest:.1f}x")
     say(f"{'role':<14}{'pid':<9}{'cores':<9}device or address")

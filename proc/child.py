@@ -25,6 +25,7 @@ from proc.settings import UsageError
 from proc.topology import Role
 
 LINGER = 3.0  # seconds; a little more than the public socket's
+PATIENCE = 30.0  # seconds in which one that has lost its peer is to be stopped; longer than an end takes
 PR_SET_PDEATHSIG = 1
 
 
@@ -74,6 +75,9 @@ class Child:
             loop.close()
             self.tell(Word("ended", str(role)))
         except Exception as error:
+            if "PeerLost" in _kinds(error) and control.stopped.wait(PATIENCE):
+                loop.close()  # the rank that ended is the cause, and the supervisor knows of it
+                return
             mistake = isinstance(error, (UsageError, ValueError, OSError)) and _is_clear(error)
             trace = "" if mistake else traceback.format_exc()
             self.tell(Word("failed", str(role), message=str(error) or repr(error), trace=trace))
@@ -102,8 +106,12 @@ def _deliver() -> None:
 
 def _is_clear(error: Exception) -> bool:
     """An error made for a user's eyes: its text says what to change."""
-    names = {kind.__name__ for kind in type(error).__mro__}
-    return bool(names & {"UsageError", "ConfigError", "TokenizerError"})
+    return bool(_kinds(error) & {"UsageError", "ConfigError", "TokenizerError"})
+
+
+def _kinds(error: Exception) -> set[str]:
+    """By name: a process without the role does not load the module."""
+    return {kind.__name__ for kind in type(error).__mro__}
 
 
 def _loop(role: Role, spec: ProcessSpec) -> Any:

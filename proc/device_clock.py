@@ -34,18 +34,23 @@ COLUMNS = (
 
 
 class DeviceClock:
-    """Fed with each step as it is sent, committed and delivered."""
+    """Of a device of `ranks` workers; fed with each step as it is sent, committed and delivered."""
 
-    def __init__(self) -> None:
+    def __init__(self, ranks: int = 1) -> None:
         now = time.monotonic_ns()  # of the device's readiness
         self.busy = self.idle_with_work = self.idle_without_work = self.num_steps = 0
         self.masking = self.exposed = 0  # ns: making masks, and of that what no forward pass hid
         self.late = 0  # ns from the ends of steps to the worker's word of them
         self.work_since = now  # when there last was work after there had been none
         self.last_ended = now
-        self.heard = now  # the worker's last word
+        self.heard = [now] * ranks  # each worker's last word; a step that is done is a word of all
         self._sent: deque[tuple[int, int]] = deque()  # (planned, sent) of the steps in flight
         self.steps: deque[list[int]] = deque(maxlen=STEPS)  # COLUMNS of each
+
+    def lives(self, rank: int, now: int) -> None:
+        """A worker with nothing to do has said a word."""
+        if rank < len(self.heard):
+            self.heard[rank] = now
 
     def sent(self, planned: int, sent: int) -> None:
         self._sent.append((planned, sent))
@@ -65,6 +70,7 @@ class DeviceClock:
         self.idle_without_work += gap - with_work
         self.late += result.reported - result.ended
         self.last_ended = result.ended
+        self.heard = [taken] * len(self.heard)
         now = time.monotonic_ns()
         times = (result.received, result.launched, result.started, result.ended, result.reported, taken, now, now)
         self.steps.append([result.step, rows, *self._sent.popleft(), *times, with_work, running, waiting, used_blocks])
@@ -90,6 +96,6 @@ class DeviceClock:
             "masking_exposed_s": self.exposed / 1e9,
             "steps_committed": self.num_steps,
             "oldest_step_s": (now - self._sent[0][1]) / 1e9 if self._sent else 0.0,  # in flight for so long
-            "worker_silence_s": 0.0 if self._sent else (now - self.heard) / 1e9,  # with nothing to do
+            "worker_silence_s": 0.0 if self._sent else (now - min(self.heard)) / 1e9,  # with nothing to do
             "report_delay_s": self.late / 1e9,
         }

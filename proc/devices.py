@@ -6,6 +6,7 @@ torch is imported only for a device that computes.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 from importlib import import_module
@@ -22,8 +23,10 @@ from runtime.device.launch import launch_work
 from runtime.device.roofline import roofline
 from runtime.device.sim import HashModel, SimDevice
 from runtime.device.timed import TimedSimDevice
+from runtime.model.sharding import Rank
 
 if TYPE_CHECKING:
+    from runtime.collective import Collective
     from runtime.device.cpu import CpuModel
     from runtime.model.config import ModelConfig
     from runtime.sampling_ops import SamplingOps
@@ -37,9 +40,14 @@ class Built:
     info: DeviceInfo
 
 
-def build(settings: Settings, folder: str, table: TokenTable, halves: Halves) -> Built:
-    """Raises `UsageError` or `runtime.model.config.ConfigError` with one clear line."""
-    return (_sim if settings.simulated else _cpu)(settings, Path(folder) if folder else None, table, halves)
+def build(settings: Settings, folder: str, table: TokenTable, halves: Halves, rank: Rank, meeting: str) -> Built:
+    """The device of one rank; `meeting` is the file through which the ranks of a replica find one another.
+
+    Raises `UsageError` or `runtime.model.config.ConfigError` with one clear line.
+    """
+    if settings.simulated:
+        return _sim(settings, Path(folder) if folder else None, table, halves)
+    return _cpu(settings, Path(folder), table, halves, rank, meeting)
 
 
 def model_len(settings: Settings, longest: int, num_blocks: int) -> int:
@@ -84,40 +92,59 @@ def _sim(settings: Settings, folder: Path | None, table: TokenTable, halves: Hal
     return Built(TimedSimDevice(model, halves.open(vocab), timing, work), info)
 
 
-def _cpu(settings: Settings, folder: Path | None, table: TokenTable, halves: Halves) -> Built:
-    assert folder is not None
+def _cpu(settings: Settings, folder: Path, table: TokenTable, halves: Halves, rank: Rank, meeting: str) -> Built:
     import torch
 
     from runtime.device.cpu import CpuDevice
     from runtime.kv_cache import bytes_per_block
     from runtime.model.config import read_config
-    from runtime.model.weights import dummy_weights, load_codes, load_weights
+    from runtime.model.sharding import config_of
 
+    if rank.size > 1:
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // rank.size))
     config = read_config(folder)
-    dtype = None if settings.dtype == "auto" else getattr(torch, settings.dtype)
-    weights: dict[str, Any] = load_codes(folder, config) if settings.quantization == "gguf" else {}
-    if settings.load_format == "dummy":
-        weights = dummy_weights(config, dtype or torch.float32, settings.seed or 0)
-    else:
-        weights |= load_weights(folder, config, dtype, _progress, [*weights])
-    model, path = _model(settings.quantization, config, weights)  # before the memory that is left is counted
-    block = bytes_per_block(config.num_layers, settings.block_size, config.num_kv_heads, config.head_dim, model.dtype)
-    blocks = settings.num_blocks or _blocks_that_fit(settings, block, config.max_model_len)
+    held = config_of(config, rank)
+    ranks = _join(rank, meeting)
+    model, path = _model(settings.quantization, held, _weights(settings, folder, config, rank), ranks)
+    # the weights are there before the memory that is left is counted
+    block = bytes_per_block(held.num_layers, settings.block_size, held.num_kv_heads, held.head_dim, model.dtype)
+    blocks = ranks.least(settings.num_blocks or _blocks_that_fit(settings, block, config.max_model_len, rank.size))
     longest = model_len(settings, config.max_model_len, blocks)
-    masks, processors = halves.open(config.vocab_size), _processors(settings.processors)
+    masks, processors = halves.open(config.vocab_size), _processors(settings.processors, ranks)
     device = CpuDevice(model, _sampling_ops(), _tables(settings, longest), table, masks, blocks, processors)
     words = f"cpu, {str(model.dtype).removeprefix('torch.')}, {torch.get_num_threads()} threads, {path}"
     shared = config.shares_prefixes
     return Built(device, DeviceInfo(blocks, longest, config.vocab_size, model.nbytes, blocks * block, shared, words))
 
 
-def _model(quantization: str, config: ModelConfig, weights: dict[str, Any]) -> tuple[CpuModel, str]:
+def _join(rank: Rank, meeting: str) -> Collective:
+    from runtime.collective import Alone, Together
+
+    return Together(rank, meeting) if rank.size > 1 else Alone()
+
+
+def _weights(settings: Settings, folder: Path, config: ModelConfig, rank: Rank) -> dict[str, Any]:
+    """A rank's part."""
+    import torch
+
+    from runtime.model.weights import dummy_weights, load_codes, load_weights
+
+    dtype = None if settings.dtype == "auto" else getattr(torch, settings.dtype)
+    codes: dict[str, Any] = load_codes(folder, config) if settings.quantization == "gguf" else {}
+    if settings.load_format == "dummy":
+        return dummy_weights(config, dtype or torch.float32, settings.seed or 0, rank)
+    return codes | load_weights(folder, config, dtype, list if rank.index else _progress, [*codes], rank)
+
+
+def _model(quantization: str, config: ModelConfig, weights: dict[str, Any], ranks: Collective) -> tuple[CpuModel, str]:
     """On the C kernels where there are some for it, else in torch; and which path that is."""
     from runtime.kernels.library import kernels
     from runtime.kernels.pack import Unsupported
     from runtime.model.on_torch import TorchModel
     from runtime.model.packed import PackedLlama
 
+    if ranks.rank.size > 1:  # a step of the kernels is one call, in which ranks could not meet
+        return TorchModel(config, weights, ranks), f"plain torch, rank {ranks.rank.index} of {ranks.rank.size}"
     reason = ""
     try:
         found = kernels()
@@ -145,13 +172,16 @@ def _sampling_ops() -> SamplingOps:
     return TorchOps() if found is None else KernelOps(found, torch.get_num_threads())
 
 
-def _processors(named: dict[str, str]) -> dict[str, Any]:
+def _processors(named: dict[str, str], ranks: Collective) -> dict[str, Any]:
     """The callables of --logits-processors. Raises `UsageError` for one that cannot be had."""
+    from runtime.logits import of_first_rank
+
     found = {}
     for name, place in named.items():
         module, _, function = place.partition(":")
         try:
-            found[name] = getattr(import_module(module), function)
+            processor = getattr(import_module(module), function)
+            found[name] = processor if ranks.rank.size == 1 else of_first_rank(processor, ranks)
         except (ImportError, AttributeError, ValueError) as error:
             raise UsageError(f"--logits-processors {name}={place}: {error}") from None
     return found
@@ -164,10 +194,10 @@ def _progress(files: list[Path]) -> Iterable[Path]:
     return tqdm(files, desc="Loading safetensors checkpoint shards", disable=None)
 
 
-def _blocks_that_fit(settings: Settings, block_bytes: int, longest: int) -> int:
-    """Pages in the share of the free memory, at most what the rows of a step could ever fill."""
+def _blocks_that_fit(settings: Settings, block_bytes: int, longest: int, ranks: int) -> int:
+    """Pages in a rank's part of the share of the free memory, at most what the rows of a step could ever fill."""
     available = _available_memory()
-    blocks = int(available * settings.gpu_memory_utilization) // block_bytes
+    blocks = int(available * settings.gpu_memory_utilization) // ranks // block_bytes
     if blocks < 2:
         raise UsageError(
             f"no memory for the KV cache: {available >> 20} MiB are free, a page takes {block_bytes >> 10} KiB; "

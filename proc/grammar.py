@@ -1,7 +1,7 @@
 """The grammar process: compiles structured outputs, and computes the masks of each step while its forward pass runs.
 
 A step's order comes from the scheduler as soon as all ids before it are known; the masks go into the ring and the
-plan's second half straight to the worker. Compiling has a thread of its own, so that no mask waits for it.
+plan's second half straight to the workers. Compiling has a thread of its own, so that no mask waits for it.
 """
 
 from __future__ import annotations
@@ -48,7 +48,9 @@ class GrammarLoop:
         self.inbox: Receiver[Compile | Forget | MaskOrder | ReplicaReady] = Receiver(
             address(spec.run_dir, "grammar", index, "in"), kinds
         )
-        self.worker: Sender[SampleHalf] = Sender(address(spec.run_dir, "worker", index, "halves"))
+        self.workers: list[Sender[SampleHalf]] = [
+            Sender(address(spec.run_dir, "worker", n, "halves")) for n in spec.workers(index)
+        ]
         self.tokenizers: list[Sender[ToTokenizer]] = [
             Sender(address(spec.run_dir, "tokenizer", n, "in")) for n in range(spec.num_tokenizers)
         ]
@@ -86,7 +88,7 @@ class GrammarLoop:
         self.take_compiled()
 
     def order(self, order: MaskOrder) -> None:
-        """Write the masks of a step and tell the worker. Without live grammars it is told that there are none."""
+        """Write the masks of a step and tell the workers. Without live grammars it is told that there are none."""
         rows, offsets, ids = (np.frombuffer(part, ID_DTYPE) for part in (order.rows, order.offsets, order.ids))
         requests = np.frombuffer(order.requests, "<u8").tolist()
         entries: list[int] = []
@@ -96,7 +98,9 @@ class GrammarLoop:
             for request, words in wrong.items():
                 self.fail(request, words)
         chosen = rows[entries].tobytes()
-        self.worker.send(SampleHalf(order.epoch, order.step, chosen, order.ordered, time.monotonic_ns()))
+        half = SampleHalf(order.epoch, order.step, chosen, order.ordered, time.monotonic_ns())
+        for worker in self.workers:
+            worker.send(half)
 
     def fail(self, request: int, words: str) -> None:
         """Something went wrong on the way: llguidance's limits, or else a fault of ours."""
@@ -162,6 +166,7 @@ class GrammarLoop:
     def close(self) -> None:
         self.compiler.shutdown(wait=False, cancel_futures=True)
         self.inbox.close()
-        self.worker.close()
+        for worker in self.workers:
+            worker.close()
         for tokenizer in self.tokenizers:
             tokenizer.close()

@@ -25,22 +25,23 @@ class Stopped(Exception):
 class Halves:
     """`runtime.device.base.Masks` over a socket; used by the one thread that samples."""
 
-    def __init__(self, spec: ProcessSpec, index: int) -> None:
-        self.spec, self.index, self.closed = spec, index, False
+    def __init__(self, spec: ProcessSpec, replica: int, index: int) -> None:
+        """Those of a replica's worker; `index` counts over all replicas."""
+        self.spec, self.replica, self.closed = spec, replica, False
         self.control: Control | None = None
         self.inbox: Receiver[SampleHalf] = Receiver(address(spec.run_dir, "worker", index, "halves"), SampleHalf)
         self.ring: MaskRing
 
     def open(self, vocab_size: int) -> Halves:
         """Map the ring. Raises `ValueError` for a vocabulary that is too large for it."""
-        self.ring = MaskRing(*ring_shape(self.spec.settings), vocab_size, self.spec.rings[self.index])
+        self.ring = MaskRing(*ring_shape(self.spec.settings), vocab_size, self.spec.rings[self.replica])
         return self
 
     def wait(self, step: int) -> MaskSet:
         """Raises `TimeoutError`, and `Stopped` where the role is told to stop meanwhile."""
         deadline = time.monotonic() + LONGEST
         while (half := self.inbox.receive(SLICE)) is None:
-            if self.closed or (self.control is not None and self.control.stopping):
+            if self.closed or (self.control is not None and self.control.stopped.is_set()):
                 raise Stopped
             if time.monotonic() > deadline:
                 raise TimeoutError(f"the grammar process has not sent the masks of step {step}")

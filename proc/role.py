@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections import deque
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -37,10 +38,15 @@ class ProcessSpec(msgspec.Struct, frozen=True):
     http_socket: int  # the listening socket's descriptor; -1 without HTTP
     cores: dict[str, list[int]] = {}
     parent: int = 0  # pid that must be alive
+    num_ranks: int = 1  # workers of each replica
 
     @property
     def num_schedulers(self) -> int:
         return len(self.tables)
+
+    def workers(self, replica: int) -> range:
+        """The indices of a replica's workers, by rank."""
+        return range(replica * self.num_ranks, (replica + 1) * self.num_ranks)
 
 
 class Control:
@@ -48,16 +54,14 @@ class Control:
 
     def __init__(self) -> None:
         self.fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self.stopped = threading.Event()  # a stop has come
         self._commands: deque[Command] = deque()
 
     def send(self, command: Command) -> None:
         self._commands.append(command)
+        if command.kind == "stop":
+            self.stopped.set()
         os.eventfd_write(self.fd, 1)
-
-    @property
-    def stopping(self) -> bool:
-        """Whether a stop is among the commands that have not been taken."""
-        return any(command.kind == "stop" for command in self._commands)
 
     def take(self) -> list[Command]:
         try:

@@ -61,7 +61,9 @@ class SchedulerLoop:
         self.results: Receiver[DeviceInfo | StepResult | Alive] = Receiver(
             address(spec.run_dir, "scheduler", index, "results"), DeviceInfo | StepResult | Alive
         )
-        self.plans: Sender[StepPlan] = Sender(address(spec.run_dir, "worker", index, "plans"))
+        self.plans: list[Sender[StepPlan]] = [
+            Sender(address(spec.run_dir, "worker", n, "plans")) for n in spec.workers(index)
+        ]
         self.grammar: Sender[MaskOrder | ReplicaReady] = Sender(address(spec.run_dir, "grammar", index, "in"))
         self.tokenizers: list[Sender[ToTokenizer]] = [
             Sender(address(spec.run_dir, "tokenizer", n, "in")) for n in range(spec.num_tokenizers)
@@ -73,10 +75,7 @@ class SchedulerLoop:
 
     def start(self) -> dict[str, Any]:
         """Wait for the worker's word of what there is, and pass it on. Raises `TimeoutError`."""
-        settings = self.spec.settings
-        info = self.results.receive(settings.startup_timeout)
-        if not isinstance(info, DeviceInfo):
-            raise TimeoutError(f"the worker was not ready within {settings.startup_timeout:.0f} s")
+        settings, info = self.spec.settings, self.device()
         self.engine = Scheduler(
             Limits(
                 info.num_blocks,
@@ -89,7 +88,7 @@ class SchedulerLoop:
                 info.shares_prefixes and not settings.disable_radix_cache,
             )
         )
-        self.clock = DeviceClock()
+        self.clock = DeviceClock(self.spec.num_ranks)
         ready = ReplicaReady(
             self.index, info.max_model_len, info.vocab_size, info.num_blocks, settings.block_size, info.description
         )
@@ -98,6 +97,15 @@ class SchedulerLoop:
             tokenizer.send(ready)
         self.vocab_size = info.vocab_size
         return {}
+
+    def device(self) -> DeviceInfo:
+        """What rank 0 has found out; other ranks may be ready before it. Raises `TimeoutError`."""
+        timeout = self.spec.settings.startup_timeout
+        deadline = time.monotonic() + timeout
+        while (word := self.results.receive(max(0.001, deadline - time.monotonic()))) is not None:
+            if isinstance(word, DeviceInfo):
+                return word
+        raise TimeoutError(f"the worker was not ready within {timeout:.0f} s")
 
     def turn(self, poller: Poller) -> None:
         """Receive, commit a result, plan ahead and send the plans, deliver tokens; blocked when there is nothing."""
@@ -114,7 +122,8 @@ class SchedulerLoop:
         if result is None:
             return None
         engine, taken = self.engine, time.monotonic_ns()
-        self.clock.heard = taken
+        if isinstance(result, Alive):
+            self.clock.lives(result.rank, taken)
         if not isinstance(result, StepResult):
             return None
         self.steps_ahead += len(engine.records) > 1
@@ -130,7 +139,8 @@ class SchedulerLoop:
             plan = self.engine.plan()
             if plan is None:
                 return
-            self.plans.send(plan)
+            for worker in self.plans:
+                worker.send(plan)
             self.order_masks()
             sent = time.monotonic_ns()
             self.clock.sent(began, sent)
@@ -278,8 +288,9 @@ class SchedulerLoop:
     def close(self) -> None:
         self.requests.close()
         self.results.close()
-        self.plans.close()
         self.grammar.close()
+        for sender in self.plans:
+            sender.close()
         for tokenizer in self.tokenizers:
             tokenizer.close()
 

@@ -28,7 +28,13 @@ class Settings:
 
     model: str = flag("smollm2", "smollm2, a folder, a .gguf file or a hub id", "--model-path")
     served_model_name: str | None = flag(None, "the name clients see (default: the model's)")
-    procs: str = flag("3", "1, 2, 3, N > 3, or roles such as tokenizer=2,worker=1,http=2")
+    procs: str = flag("3", "1, 2, 3, N > 3, or roles such as tokenizer=2,worker=1,http=2; worker: of each scheduler")
+    tensor_parallel_size: int | None = flag(
+        None,
+        "workers that share each replica's model, as worker=N of --procs (default: 1)",
+        "--tp",
+        "--tp-size",
+    )
     cores: str | None = flag(None, "cores by role, such as worker=0-1,tokenizer=2")
     device: str = flag("auto", "auto, cpu, sim, sim:NAME such as sim:h100-llama-3.1-8b, or sim:FILE.toml")
     dtype: str = flag("auto", "of weights and KV", choices=("auto", "float32", "bfloat16", "float16"))
@@ -95,6 +101,7 @@ class Settings:
             ("max_model_len", self.max_model_len is None or self.max_model_len >= 2, "at least 2"),
             ("num_blocks", self.num_blocks is None or self.num_blocks >= 2, "at least 2"),
             ("max_num_queued_reqs", (self.max_num_queued_reqs or 0) >= 0, "at least 0"),
+            ("tensor_parallel_size", self.tensor_parallel_size in (None, *range(1, 65)), "between 1 and 64"),
             ("seed", 0 <= (self.seed or 0) < 2**64, "between 0 and 2**64 - 1"),
             ("device", self.simulated or self.device in ("auto", "cpu"), "auto, cpu, sim or sim:NAME in this version"),
             ("port", 0 <= self.port <= 65535, "between 0 and 65535"),

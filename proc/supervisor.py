@@ -105,7 +105,7 @@ class Supervisor:
 
     def __init__(self, settings: Settings, tell: Callable[[str], None] = lambda line: None, http: int = 0) -> None:
         self.settings, self.tell = settings, tell
-        self.topology: Topology = topology.parse(settings.procs, http)
+        self.topology: Topology = topology.resolve(settings, http)
         self.cores = parse_cores(settings.cores)
         self.processes: list[Process] = []
         self.addresses: list[str] = []
@@ -231,6 +231,7 @@ class Supervisor:
             -1 if self._http is None else self._http.fileno(),
             self.cores,
             os.getpid() if in_main else 0,
+            self.topology.num_ranks,
         )
         root = str(Path(__file__).parent.parent)
         popen = subprocess.Popen(

@@ -1,6 +1,7 @@
 """How the roles are spread over processes: `--procs` read into data. Knows no process.
 
-The same role code runs under every layout; a layout is a list of processes, each a list of (role, index).
+The same role code runs under every layout; a layout is a list of processes, each a list of (role, index). `worker=N`
+and `--tensor-parallel-size N` are one number, that of each replica: `scheduler=2,worker=4` has eight workers.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 import difflib
 from dataclasses import dataclass
 
-from proc.settings import UsageError
+from proc.settings import Settings, UsageError
 
 ROLES = ("tokenizer", "scheduler", "worker", "http")
 
@@ -24,41 +25,72 @@ class Role:
 
 @dataclass(frozen=True)
 class Topology:
-    """`processes` in the order in which they are shown; every scheduler has the worker and the grammar of its index."""
+    """`processes` in the order in which they are shown. Every scheduler has the grammar of its index.
+
+    It has `num_ranks` workers, those of scheduler n from index n * num_ranks on.
+    """
 
     processes: tuple[tuple[Role, ...], ...]
 
     def count(self, name: str) -> int:
         return sum(role.name == name for process in self.processes for role in process)
 
+    @property
+    def num_ranks(self) -> int:
+        return self.count("worker") // self.count("scheduler")
 
-def parse(procs: str, http: int = 0) -> Topology:
-    """Read `--procs`; `http` is the number of http processes where it names none.
+
+def resolve(settings: Settings, http: int = 0) -> Topology:
+    """The layout of a server. Raises `UsageError` where its device or its weights cannot have that layout."""
+    topology = parse(settings.procs, http, settings.tensor_parallel_size)
+    if topology.num_ranks > 1:
+        asked = f"--tensor-parallel-size {topology.num_ranks}"
+        if settings.simulated:
+            raise UsageError(f"{asked}: a simulated device has one worker")
+        if settings.quantization != "none":
+            raise UsageError(
+                f"{asked}: --quantization {settings.quantization} needs the C kernels, which run one worker"
+            )
+    return topology
+
+
+def parse(procs: str, http: int = 0, ranks: int | None = None) -> Topology:
+    """Read `--procs` with `http` processes where it names none; `ranks` is `--tensor-parallel-size`.
 
     Raises `UsageError` with the reason for a layout that cannot be met.
     """
     try:
         number = int(procs)
     except ValueError:
-        return _by_role({"http": http} | _counts(procs))
-    return _by_number(number, http)
+        counts = _counts(procs)
+        if ranks is not None and counts.setdefault("worker", ranks) != ranks:
+            raise UsageError(f"--tensor-parallel-size {ranks} and --procs worker={counts['worker']} differ") from None
+        return _by_role({"http": http} | counts)
+    return _by_number(number, http, ranks or 1)
 
 
-def _by_number(number: int, http: int) -> Topology:
+def _by_number(number: int, http: int, ranks: int) -> Topology:
+    """Further ranks are processes beside those that the number counts."""
     if not 1 <= number <= 64:
         raise UsageError(f"--procs {number}: between 1 and 64 processes")
+    if number == 1 and ranks > 1:
+        raise UsageError(f"--procs 1 is one process, --tensor-parallel-size {ranks} needs one for each worker")
     tokenizer, scheduler, worker, grammar = (Role(name, 0) for name in ("tokenizer", "scheduler", "worker", "grammar"))
     web = tuple(Role("http", index) for index in range(http))
     if number == 1:
         return Topology(((tokenizer, scheduler, worker, grammar, *web),))
     if number == 2:
-        return Topology(((tokenizer, scheduler), (worker,), (grammar,), *((role,) for role in web)))
-    return _by_role({"tokenizer": number - 2, "http": http})
+        alone = (*(Role("worker", index) for index in range(ranks)), grammar, *web)
+        return Topology(((tokenizer, scheduler), *((role,) for role in alone)))
+    return _by_role({"tokenizer": number - 2, "worker": ranks, "http": http})
 
 
 def _by_role(counts: dict[str, int]) -> Topology:
     replicas = counts.get("scheduler", 1)
-    names = ("tokenizer",) * counts.get("tokenizer", 1) + ("scheduler",) * replicas + ("worker",) * replicas
+    workers = replicas * counts.get("worker", 1)
+    if workers > 64:
+        raise UsageError(f"--procs: {replicas} times {workers // replicas} workers, at most 64 are possible")
+    names = ("tokenizer",) * counts.get("tokenizer", 1) + ("scheduler",) * replicas + ("worker",) * workers
     names += ("grammar",) * replicas + ("http",) * counts.get("http", 0)
     seen: dict[str, int] = {}
     processes = []
@@ -89,7 +121,5 @@ def _refuse(counts: dict[str, int]) -> None:
     for name in ("tokenizer", "scheduler", "worker"):
         if not 1 <= counts.get(name, 1) <= 64:
             raise UsageError(f"--procs: {name}={counts[name]}, between 1 and 64 are needed")
-    if counts.get("worker", 1) > 1:
-        raise UsageError("--procs: worker above 1 is tensor parallelism, which this version does not have")
     if counts.get("http", 0) > 64:
         raise UsageError(f"--procs: http={counts['http']}, at most 64 are possible")

@@ -1,4 +1,8 @@
-"""The worker: takes plans in order, runs them on its device, reports each step done. Decides nothing."""
+"""The worker: takes plans in order, runs them on its device, reports each step done. Decides nothing.
+
+The ranks of a replica each take every plan and draw the same tokens from the same logits. Each reads its next inputs
+from a TokenTable of its own; the scheduler's is that of rank 0, which alone reports.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +18,7 @@ from proc.halves import Halves, Stopped
 from proc.role import Command, Poller, ProcessSpec
 from proc.shapes import table_shape
 from runtime.device.base import Device, DeviceInfo
+from runtime.model.sharding import Rank
 from runtime.step import StepPlan, StepResult
 
 
@@ -24,12 +29,14 @@ class Worker:
 
     def __init__(self, spec: ProcessSpec, index: int) -> None:
         self.spec = spec
-        self.table = TokenTable(table_shape(spec.settings), spec.tables[index])
+        self.replica, rank = divmod(index, spec.num_ranks)
+        self.rank = Rank(rank, spec.num_ranks)
+        self.table = TokenTable(table_shape(spec.settings), None if rank else spec.tables[self.replica])
         self.plans: Receiver[StepPlan] = Receiver(address(spec.run_dir, "worker", index, "plans"), StepPlan)
         self.results: Sender[DeviceInfo | StepResult | Alive] = Sender(
-            address(spec.run_dir, "scheduler", index, "results")
+            address(spec.run_dir, "scheduler", self.replica, "results")
         )
-        self.halves = Halves(spec, index)
+        self.halves = Halves(spec, self.replica, index)
         self.device: Device | None = None
 
     @property
@@ -38,10 +45,10 @@ class Worker:
 
     def start(self) -> dict[str, Any]:
         """Load the model and tell the scheduler what there is to work with."""
-        built = build(self.spec.settings, self.spec.folder, self.table, self.halves)
-        self.device = built.device
-        self.results.send(built.info)
-        info = built.info
+        spec, meeting = self.spec, f"{self.spec.run_dir}/ranks{self.replica}"
+        built = build(spec.settings, spec.folder, self.table, self.halves, self.rank, meeting)
+        self.device, info = built.device, built.info
+        self._report(info)
         return {
             "device": info.description,
             "weight_bytes": info.weight_bytes,
@@ -59,11 +66,15 @@ class Worker:
             raise self.device.failed
         plan = self.plans.receive(0)
         if plan is None:
-            self.results.send(Alive())
+            self.results.send(Alive(self.rank.index))
         with suppress(Stopped):
             while plan is not None:
-                self.device.launch(plan, self.results.send)
+                self.device.launch(plan, self._report)
                 plan = self.plans.receive(0)
+
+    def _report(self, word: DeviceInfo | StepResult) -> None:
+        if self.rank.index == 0:
+            self.results.send(word)
 
     def command(self, command: Command) -> None:
         """A worker has nothing to drain: it ends after its scheduler."""

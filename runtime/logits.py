@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from runtime.collective import Collective
 from runtime.device.base import MaskSet
 from runtime.sampling_ops import SamplingOps
 from runtime.slot_sampling import Edits, SampleBatch
@@ -46,6 +47,25 @@ def edit(
     penalised = [(row, edits) for row, edits in how.edits if edits.sampling.penalised]
     if penalised:
         ops.penalise(logits, penalised)
+
+
+def of_first_rank(processor: Processor, ranks: Collective) -> Processor:
+    """`processor` as rank 0 runs it: the others take its logits, so that all draw the same whatever a user's code does.
+
+    Where it fails, all leave it out.
+    """
+
+    def shared(prompt: NDArray[np.int32], output: list[int], logits: Tensor) -> Tensor:
+        first = ranks.rank.index == 0
+        given = torch.full_like(logits, torch.nan if first else 0.0)
+        try:
+            if first and (changed := processor(prompt, output, logits)).shape == logits.shape:
+                given.copy_(changed)
+        finally:
+            given = ranks.sum(given)
+        return given
+
+    return shared
 
 
 def _cut(logits: Tensor, vocab: NDArray[np.int64]) -> None:

@@ -1,4 +1,8 @@
-"""The Llama family in torch: Llama, Mistral, Qwen2 and Qwen3. Attention is handed in; knows no pages, no batch."""
+"""The Llama family in torch: Llama, Mistral, Qwen2 and Qwen3. Attention is handed in; knows no pages, no batch.
+
+One rank's part is computed like the whole: what a rank has of the heads, features and ids is in the shapes of its
+weights (`runtime.model.sharding`), and what the ranks have to add up or put together goes through a `Collective`.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +11,7 @@ from collections.abc import Callable
 import torch
 from torch.nn.functional import embedding, linear, silu
 
+from runtime.collective import Alone, Collective
 from runtime.model.config import ModelConfig
 from runtime.model.rope import Rope, rotate
 
@@ -21,17 +26,19 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 class Llama:
-    """`weights` are named as in the checkpoint."""
+    """`weights` are named as in the checkpoint; those of one rank where `ranks` has several."""
 
-    def __init__(self, config: ModelConfig, weights: dict[str, Tensor], max_len: int) -> None:
-        self.config, self.weights = config, weights
+    def __init__(
+        self, config: ModelConfig, weights: dict[str, Tensor], max_len: int, ranks: Collective | None = None
+    ) -> None:
+        self.config, self.weights, self.ranks = config, weights, ranks or Alone()
         self.rope = Rope(config, max_len)
         self.head = weights["model.embed_tokens.weight" if config.tied else "lm_head.weight"]
 
     def forward(self, input_ids: Tensor, positions: Tensor, reach: Tensor, attention: Attention) -> Tensor:
         """int64[T] each (`reach`: see `Rope.at`) to the normed hidden states [T, hidden_size]."""
         weights, eps = self.weights, self.config.rms_norm_eps
-        x = embedding(input_ids, weights["model.embed_tokens.weight"])
+        x = self._embed(input_ids)
         turn = self.rope.at(positions, reach, x.dtype)
         for layer in range(self.config.num_layers):
             name = f"model.layers.{layer}."
@@ -43,7 +50,15 @@ class Llama:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[S, hidden_size] to float32[S, vocab_size]."""
-        return linear(hidden, self.head).float()
+        return self.ranks.gather(linear(hidden, self.head).float())[:, : self.config.vocab_size]
+
+    def _embed(self, input_ids: Tensor) -> Tensor:
+        """Each rank's own ids, zeros for the others'."""
+        table = self.weights["model.embed_tokens.weight"]
+        own = input_ids - self.ranks.rank.index * len(table)
+        other = (own < 0) | (own >= len(table))
+        rows = embedding(own.masked_fill(other, 0), table)
+        return self.ranks.sum(rows.masked_fill(other[:, None], 0.0))
 
     def _attend(self, layer: int, name: str, x: Tensor, turn: tuple[Tensor, Tensor], attention: Attention) -> Tensor:
         config, weights = self.config, self.weights
@@ -55,9 +70,10 @@ class Llama:
             query = rms_norm(query, weights[name + "q_norm.weight"], config.rms_norm_eps)
             key = rms_norm(key, weights[name + "k_norm.weight"], config.rms_norm_eps)
         query, key = rotate(query, *turn), rotate(key, *turn)
-        return linear(attention(layer, query, key, value).flatten(1), weights[name + "o_proj.weight"])
+        attended = attention(layer, query, key, value).flatten(1)
+        return self.ranks.sum(linear(attended, weights[name + "o_proj.weight"]))
 
     def _mlp(self, name: str, x: Tensor) -> Tensor:
         weights = self.weights
         gated = silu(linear(x, weights[name + "gate_proj.weight"])) * linear(x, weights[name + "up_proj.weight"])
-        return linear(gated, weights[name + "down_proj.weight"])
+        return self.ranks.sum(linear(gated, weights[name + "down_proj.weight"]))

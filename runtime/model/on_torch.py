@@ -1,4 +1,7 @@
-"""The Llama family in plain torch as the CPU device runs it: the reference of the C kernels, and what runs without."""
+"""The Llama family in plain torch as the CPU device runs it: the reference of the C kernels, and what runs without.
+
+It is also what tensor-parallel ranks run.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ from numpy.typing import NDArray
 
 from runtime.attention.cpu import CpuAttention
 from runtime.batch import Batch
+from runtime.collective import Collective
 from runtime.kv_cache import KVCache
 from runtime.model.config import ModelConfig
 from runtime.model.llama import Llama
@@ -16,19 +20,19 @@ Tensor = torch.Tensor
 
 
 class TorchModel:
-    """`weights` are named as in the checkpoint."""
+    """`weights` are named as in the checkpoint. `config` and they are those of one rank where `ranks` has several."""
 
     model: Llama
     cache: KVCache
 
-    def __init__(self, config: ModelConfig, weights: dict[str, Tensor]) -> None:
-        self.config, self.weights = config, weights
+    def __init__(self, config: ModelConfig, weights: dict[str, Tensor], ranks: Collective | None = None) -> None:
+        self.config, self.weights, self.ranks = config, weights, ranks
         self.dtype = weights["model.norm.weight"].dtype
         self.nbytes = sum(tensor.nbytes for tensor in weights.values())
 
     def attach(self, cache: KVCache, max_len: int) -> None:
         """Keys and values of requests of up to `max_len` tokens are kept in `cache` from now on."""
-        self.model, self.cache = Llama(self.config, self.weights, max_len), cache
+        self.model, self.cache = Llama(self.config, self.weights, max_len, self.ranks), cache
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[S, hidden_size] to float32[S, vocab_size]."""

@@ -1,7 +1,8 @@
 """Weights of the Llama family: read from safetensors (one file or shards), or made up for `--load-format dummy`.
 
 Every tensor the model uses must be there with its shape, as numbers or as a GGUF file's codes; what is there beyond
-them is refused by name, since it would mean another model than the one we compute. Knows no device but the CPU.
+them is refused by name, since it would mean another model than the one we compute. Of a tensor that ranks share, a rank
+reads its own part alone. Knows no device but the CPU.
 """
 
 from __future__ import annotations
@@ -9,19 +10,30 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
+from torch.nn.functional import pad
 
 from runtime.model.config import ConfigError, ModelConfig
 from runtime.model.quantized import Quantized
+from runtime.model.sharding import ALONE, Part, Rank, part_of
 
 Tensor = torch.Tensor
 Progress = Callable[[list[Path]], Iterable[Path]]
 CODES = "quantized.safetensors"
 EMPTY = torch.empty(0)
 IGNORED = "rotary_emb.inv_freq"  # older checkpoints carry the derived frequencies
+
+
+class Stored(Protocol):
+    """A tensor in a file, of which what is asked for is read."""
+
+    def get_shape(self) -> list[int]: ...
+
+    def __getitem__(self, index: slice | tuple[slice, ...]) -> Tensor: ...
 
 
 def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
@@ -55,21 +67,24 @@ def load_weights(
     dtype: torch.dtype | None,
     progress: Progress = list,
     known: Collection[str] = (),
+    rank: Rank = ALONE,
 ) -> dict[str, Tensor]:
-    """All tensors of the checkpoint but `known` ones, as `dtype` (None: as stored).
+    """A rank's part of all tensors of the checkpoint but `known` ones, as `dtype` (None: as stored).
 
     Raises `ConfigError` with one clear line. `progress` wraps the list of files, as tqdm does.
     """
     shapes = expected_shapes(config)
     weights: dict[str, Tensor] = {}
     for file in progress(_files(folder)):
-        for name, tensor in _tensors(file):
+        for name, stored in _stored(file):
             if IGNORED in name or name in known or (config.tied and name == "lm_head.weight"):
                 continue
             if name not in shapes:
                 raise ConfigError(f"{file.name}: tensor {name} is none of the model's")
-            if tuple(tensor.shape) != shapes[name]:
-                raise ConfigError(f"{file.name}: tensor {name} is {tuple(tensor.shape)}, expected {shapes[name]}")
+            shape = tuple(stored.get_shape())
+            if shape != shapes[name]:
+                raise ConfigError(f"{file.name}: tensor {name} is {shape}, expected {shapes[name]}")
+            tensor = _cut(stored, part_of(name, config, shape, rank))
             weights[name] = tensor if dtype is None else tensor.to(dtype)
     missing = [name for name in shapes if name not in weights and name not in known]
     if missing:
@@ -82,7 +97,7 @@ def load_codes(folder: Path, config: ModelConfig) -> dict[str, Quantized]:
     file = folder / CODES
     if not file.exists():
         raise ConfigError(f"--quantization gguf: {folder} holds no codes of a GGUF file")
-    parts = dict(_tensors(file))
+    parts = {name: stored[:] for name, stored in _stored(file)}
     names = [key.removesuffix(".codes") for key in parts if key.endswith(".codes")]
     if not names:
         raise ConfigError(f"--quantization gguf: nothing in {folder} was quantized")
@@ -103,15 +118,20 @@ def save_codes(folder: Path, coded: Mapping[str, Quantized]) -> None:
     )
 
 
-def dummy_weights(config: ModelConfig, dtype: torch.dtype, seed: int = 0) -> dict[str, Tensor]:
-    """Random weights of the right shapes; norms are 1."""
+def dummy_weights(config: ModelConfig, dtype: torch.dtype, seed: int = 0, rank: Rank = ALONE) -> dict[str, Tensor]:
+    """A rank's part of random weights of the right shapes; norms are 1."""
     generator = torch.Generator().manual_seed(seed)
     return {
         name: torch.ones(shape, dtype=dtype)
         if name.endswith("norm.weight")
-        else (torch.randn(shape, generator=generator) * 0.02).to(dtype)
+        else (_cut(torch.randn(shape, generator=generator), part_of(name, config, shape, rank)) * 0.02).to(dtype)
         for name, shape in expected_shapes(config).items()
     }
+
+
+def _cut(whole: Stored | Tensor, held: Part) -> Tensor:
+    found = whole[held.index]
+    return pad(found, (0, 0, 0, held.padding)) if held.padding else found.contiguous()
 
 
 def _files(folder: Path) -> list[Path]:
@@ -125,10 +145,10 @@ def _files(folder: Path) -> list[Path]:
     return [folder / "model.safetensors"]
 
 
-def _tensors(file: Path) -> Iterator[tuple[str, Tensor]]:
+def _stored(file: Path) -> Iterator[tuple[str, Stored]]:
     try:
         with safe_open(file, framework="pt") as opened:
             for name in opened.keys():  # noqa: SIM118 (it is no dict)
-                yield name, opened.get_tensor(name)
+                yield name, opened.get_slice(name)
     except (OSError, SafetensorError) as error:
         raise ConfigError(f"{file} cannot be read: {error}") from None

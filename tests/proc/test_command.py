@@ -51,7 +51,7 @@ def test_generate_with_a_server_of_its_own() -> None:
     [
         (("serve", "./nowhere"), "no such folder or file"),
         (("serve", "./nowhere.gguf"), "no such file"),
-        (("serve", *SIM, "--procs", "worker=2"), "tensor parallelism"),
+        (("serve", *SIM, "--procs", "worker=2"), "a simulated device has one worker"),
         (("serve", *SIM, "--num-blocks", "3", "--max-model-len", "4000"), "does not fit the KV cache"),
         (("serve", *SIM, "--overlap-deth", "1"), "did you mean --overlap-depth"),
         (("generate", *ALONE, "--prompt", "x", "--port", "1"), "unknown argument --port"),

@@ -29,6 +29,7 @@ def test_aliases_of_the_field() -> None:
         *("--context-length", "64", "--max-running-requests", "8", "--chunked-prefill-size", "32", "--page-size", "4"),
         *("--no-enable-prefix-caching", "--random-seed", "3"),
     )
+    assert read("--tp", "2") == read("--tp-size", "2") == Settings(tensor_parallel_size=2)
     assert read("--disable-overlap").depth == 0 and read("--overlap-depth", "2").depth == 2
 
 
@@ -43,6 +44,7 @@ def test_aliases_of_the_field() -> None:
         ({"seed": -1}, "--seed"),
         ({"device": "tpu"}, "--device"),
         ({"num_blocks": 1}, "--num-blocks"),
+        ({"tensor_parallel_size": 0}, "--tensor-parallel-size"),
         ({"quantization": "int8", "device": "sim"}, "--quantization"),
         ({"quantization": "gguf", "load_format": "dummy"}, "--quantization"),
         ({"quantization": "int9"}, "--quantization must be none, int8, int4, gguf"),

@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from ipc.client import Client
 from ipc.errors import InvalidRequest
@@ -38,33 +37,6 @@ LAYOUTS: list[dict[str, Any]] = [
     {"procs": "tokenizer=2", "num_blocks": 25},
     {"procs": "scheduler=2"},
 ]
-
-
-@pytest.fixture(scope="module")
-def oracle(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, transformers.LlamaForCausalLM]:
-    folder = tmp_path_factory.mktemp("tiny")
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE({letter: n for n, letter in enumerate(alphabet)}, []))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    config = transformers.LlamaConfig(
-        vocab_size=len(alphabet),
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=128,
-        eos_token_id=7,
-        bos_token_id=None,
-    )
-    torch.manual_seed(3)
-    model = transformers.LlamaForCausalLM(config).eval()
-    for parameter in model.parameters():
-        parameter.data.normal_(0, 0.3)
-    model.save_pretrained(folder)
-    tokenizer.save(str(folder / "tokenizer.json"))
-    return folder, model
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from proc.routing import BLOCK, Routing
-from proc.settings import UsageError
-from proc.topology import Topology, parse
+from proc.settings import Settings, UsageError
+from proc.topology import Topology, parse, resolve
 
 
 def names(topology: Topology) -> list[str]:
@@ -28,10 +30,34 @@ def names(topology: Topology) -> list[str]:
             ["tokenizer-0", "scheduler-0", "scheduler-1", "worker-0", "worker-1", "grammar-0", "grammar-1"],
         ),
         (" worker = 1 , http=0 ", ["tokenizer-0", "scheduler-0", "worker-0", "grammar-0"]),
+        ("worker=2", ["tokenizer-0", "scheduler-0", "worker-0", "worker-1", "grammar-0"]),
     ],
 )
 def test_every_form(procs: str, expected: list[str]) -> None:
     assert names(parse(procs)) == expected
+
+
+@pytest.mark.parametrize("procs", ["2", "3", "5", "tokenizer=2", "scheduler=2", "worker=2"])
+def test_the_tensor_parallel_size_is_the_workers_of_each_scheduler(procs: str) -> None:
+    topology = parse(procs, 0, 2)
+    assert topology.num_ranks == 2 and topology.count("worker") == 2 * topology.count("scheduler")
+    others = [name for name in names(topology) if "worker" not in name]
+    assert others == [name for name in names(parse(procs, 0)) if "worker" not in name]
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"procs": "worker=2", "tensor_parallel_size": 4}, "--tensor-parallel-size 4 and --procs worker=2 differ"),
+        ({"procs": "worker=2", "tensor_parallel_size": 1}, "--tensor-parallel-size 1 and --procs worker=2 differ"),
+        ({"procs": "1", "tensor_parallel_size": 2}, "--procs 1 is one process, --tensor-parallel-size 2"),
+        ({"procs": "worker=2", "device": "sim"}, "--tensor-parallel-size 2: a simulated device"),
+        ({"tensor_parallel_size": 2, "quantization": "int8"}, "--tensor-parallel-size 2: --quantization int8"),
+    ],
+)
+def test_ranks_that_cannot_be_are_refused_with_the_reason(settings: dict[str, Any], words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        resolve(Settings(**settings))
 
 
 def test_http_is_one_process_unless_the_layout_says_otherwise() -> None:
@@ -48,7 +74,8 @@ def test_http_is_one_process_unless_the_layout_says_otherwise() -> None:
         ("0", "between 1 and 64"),
         ("-3", "between 1 and 64"),
         ("1000", "between 1 and 64"),
-        ("worker=2", "tensor parallelism"),
+        ("worker=0", "between 1 and 64"),
+        ("scheduler=2,worker=33", "2 times 33 workers"),
         ("http=65", "at most 64"),
         ("tokeniser=1", "did you mean tokenizer"),
         ("gpu=1", "roles are tokenizer, scheduler, worker, http"),
@@ -70,7 +97,8 @@ def test_anything_else_is_read_or_refused(procs: str) -> None:
         topology = parse(procs)
     except UsageError:
         return
-    assert topology.count("scheduler") == topology.count("worker") == topology.count("grammar") >= 1
+    assert topology.count("worker") == topology.count("scheduler") * topology.num_ranks >= 1
+    assert topology.count("scheduler") == topology.count("grammar")
 
 
 def test_a_known_prefix_goes_where_it_is_known_unless_that_is_far_busier() -> None:
