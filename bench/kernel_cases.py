@@ -20,7 +20,7 @@ from runtime.device.cpu import CpuModel
 from runtime.kernels.library import PART, Kernels, Step
 from runtime.kv_cache import KVCache
 from runtime.model.config import ModelConfig
-from runtime.model.llama import rms_norm
+from runtime.model.layer_ops import TorchLayerOps
 from runtime.model.on_torch import TorchModel
 from runtime.model.packed import PackedLlama
 from runtime.sampling import Sampling
@@ -54,7 +54,7 @@ class Subject:
         wider: Subject | None = None,
     ) -> None:
         self.config, self.kernels, self.weights = config, kernels, weights
-        self.packed, self.torch = PackedLlama(config, dict(weights), kernels), TorchModel(config, weights)
+        self.packed, self.torch = PackedLlama(config, dict(weights), kernels), TorchModel(config, dict(weights))
         self.dtype, self.threads = self.packed.dtype, self.packed.threads
         self.choices, self.references = [self, wider] if wider else [self], dict[int, Subject]()
         self.cache = _filled(config, tokens, self.dtype)
@@ -149,7 +149,7 @@ def rms_norm_case(subject: Subject, rows: int) -> Case:
         subject.kernels.rms_norm(*where)
 
     work = Work(2.0 * x.nbytes, 4.0 * x.numel())
-    return Case(f"rms_norm, rows={rows}", run, lambda: rms_norm(x, weight, eps), "float32", work)
+    return Case(f"rms_norm, rows={rows}", run, lambda: TorchLayerOps().norm(x, weight, eps), "float32", work)
 
 
 def decode_step_case(subject: Subject, rows: int, keys: int) -> Case:

@@ -7,46 +7,67 @@ weights (`runtime.model.sharding`), and what the ranks have to add up or put tog
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import product
 
 import torch
-from torch.nn.functional import embedding, linear, silu
+from torch.nn.functional import embedding, linear
 
 from runtime.collective import Alone, Collective
 from runtime.model.config import ModelConfig
-from runtime.model.rope import Rope, rotate
+from runtime.model.layer_ops import LayerOps, TorchLayerOps, Turn
+from runtime.model.rope import Rope
 
 Tensor = torch.Tensor
 Attention = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Root mean square norm in float32 (Zhang and Sennrich 2019); same dtype as x."""
-    wide = x.float()
-    return weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)).to(x.dtype)
+TOGETHER = {
+    "self_attn.qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "mlp.gate_up_proj": ("mlp.gate_proj", "mlp.up_proj"),
+}
+
+
+def put_together(config: ModelConfig, weights: dict[str, Tensor]) -> None:
+    """Projections of the same input become one, in place and a layer at a time, so that memory holds no second copy."""
+    for layer in range(config.num_layers):
+        for (whole, parts), kind in product(TOGETHER.items(), ("weight", "bias")):
+            names = [f"model.layers.{layer}.{part}.{kind}" for part in parts]
+            if names[0] in weights:
+                weights[f"model.layers.{layer}.{whole}.{kind}"] = torch.cat([weights.pop(name) for name in names])
 
 
 class Llama:
-    """`weights` are named as in the checkpoint; those of one rank where `ranks` has several."""
+    """`weights` are named as in the checkpoint, and are taken over; those of one rank where `ranks` has several.
+
+    They stand on the device that computes.
+    """
 
     def __init__(
-        self, config: ModelConfig, weights: dict[str, Tensor], max_len: int, ranks: Collective | None = None
+        self,
+        config: ModelConfig,
+        weights: dict[str, Tensor],
+        max_len: int,
+        ranks: Collective | None = None,
+        ops: LayerOps | None = None,
     ) -> None:
-        self.config, self.weights, self.ranks = config, weights, ranks or Alone()
-        self.rope = Rope(config, max_len)
+        self.config, self.weights, self.ranks, self.ops = config, weights, ranks or Alone(), ops or TorchLayerOps()
+        put_together(config, weights)
+        self.rope = Rope(config, max_len, weights["model.norm.weight"].device)
         self.head = weights["model.embed_tokens.weight" if config.tied else "lm_head.weight"]
 
     def forward(self, input_ids: Tensor, positions: Tensor, reach: Tensor, attention: Attention) -> Tensor:
         """int64[T] each (`reach`: see `Rope.at`) to the normed hidden states [T, hidden_size]."""
-        weights, eps = self.weights, self.config.rms_norm_eps
-        x = self._embed(input_ids)
-        turn = self.rope.at(positions, reach, x.dtype)
+        weights, eps, ops = self.weights, self.config.rms_norm_eps, self.ops
+        residual = self._embed(input_ids)
+        turn = ops.turn(self.rope, positions, reach, residual.dtype)
+        normed = ops.norm(residual, weights["model.layers.0.input_layernorm.weight"], eps)
         for layer in range(self.config.num_layers):
-            name = f"model.layers.{layer}."
-            normed = rms_norm(x, weights[name + "input_layernorm.weight"], eps)
-            x = x + self._attend(layer, name + "self_attn.", normed, turn, attention)
-            normed = rms_norm(x, weights[name + "post_attention_layernorm.weight"], eps)
-            x = x + self._mlp(name + "mlp.", normed)
-        return rms_norm(x, weights["model.norm.weight"], eps)
+            name, last = f"model.layers.{layer}.", layer + 1 == self.config.num_layers
+            x = self._attend(layer, name + "self_attn.", normed, turn, attention)
+            normed = ops.add_norm(x, residual, weights[name + "post_attention_layernorm.weight"], eps)
+            follows = "model.norm.weight" if last else f"model.layers.{layer + 1}.input_layernorm.weight"
+            normed = ops.add_norm(self._mlp(name + "mlp.", normed), residual, weights[follows], eps)
+        return normed
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[S, hidden_size] to float32[S, vocab_size]."""
@@ -60,20 +81,18 @@ class Llama:
         rows = embedding(own.masked_fill(other, 0), table)
         return self.ranks.sum(rows.masked_fill(other[:, None], 0.0))
 
-    def _attend(self, layer: int, name: str, x: Tensor, turn: tuple[Tensor, Tensor], attention: Attention) -> Tensor:
-        config, weights = self.config, self.weights
-        parts = (
-            linear(x, weights[f"{name}{part}_proj.weight"], weights.get(f"{name}{part}_proj.bias")) for part in "qkv"
-        )
-        query, key, value = (part.view(len(x), -1, config.head_dim) for part in parts)
+    def _attend(self, layer: int, name: str, x: Tensor, turn: Turn, attention: Attention) -> Tensor:
+        config, weights, ops = self.config, self.weights, self.ops
+        heads, kv_heads = config.num_heads, config.num_kv_heads
+        whole = linear(x, weights[name + "qkv_proj.weight"], weights.get(name + "qkv_proj.bias"))
+        query, key, value = torch.split(whole.view(len(x), -1, config.head_dim), [heads, kv_heads, kv_heads], 1)
         if config.qk_norm:
-            query = rms_norm(query, weights[name + "q_norm.weight"], config.rms_norm_eps)
-            key = rms_norm(key, weights[name + "k_norm.weight"], config.rms_norm_eps)
-        query, key = rotate(query, *turn), rotate(key, *turn)
+            query = ops.norm(query, weights[name + "q_norm.weight"], config.rms_norm_eps)
+            key = ops.norm(key, weights[name + "k_norm.weight"], config.rms_norm_eps)
+        query, key = turn(query, key)
         attended = attention(layer, query, key, value).flatten(1)
         return self.ranks.sum(linear(attended, weights[name + "o_proj.weight"]))
 
     def _mlp(self, name: str, x: Tensor) -> Tensor:
-        weights = self.weights
-        gated = silu(linear(x, weights[name + "gate_proj.weight"])) * linear(x, weights[name + "up_proj.weight"])
-        return self.ranks.sum(linear(gated, weights[name + "down_proj.weight"]))
+        gated = self.ops.gate(linear(x, self.weights[name + "gate_up_proj.weight"]))
+        return self.ranks.sum(linear(gated, self.weights[name + "down_proj.weight"]))

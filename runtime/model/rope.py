@@ -6,6 +6,7 @@ Sources: RoFormer (Su et al. 2021), YaRN (Peng et al. 2023), Llama 3.1.
 from __future__ import annotations
 
 import math
+from functools import cached_property
 
 import torch
 
@@ -15,15 +16,21 @@ Tensor = torch.Tensor
 
 
 class Rope:
-    """cos and sin of every position a request may have."""
+    """cos and sin of every position a request may have, on `device`."""
 
-    def __init__(self, config: ModelConfig, max_len: int) -> None:
+    def __init__(self, config: ModelConfig, max_len: int, device: torch.device | str = "cpu") -> None:
         self.config = config
         self.dynamic = config.rope["rope_type"] == "dynamic"
         inverse, scale = frequencies(config)
         angles = torch.outer(torch.arange(max_len, dtype=torch.float32), inverse)
         angles = torch.cat((angles, angles), -1)
-        self.cos, self.sin = angles.cos() * scale, angles.sin() * scale
+        self.cos, self.sin = (part.to(device) for part in (angles.cos() * scale, angles.sin() * scale))
+
+    @cached_property
+    def halves(self) -> Tensor:
+        """float32[max_len, head_dim]: the cosines of half the dimensions, which the others repeat, then the sines."""
+        half = self.cos.shape[1] // 2
+        return torch.cat((self.cos[:, :half], self.sin[:, :half]), -1)
 
     def at(self, positions: Tensor, reach: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """cos and sin, each [T, 1, head_dim], for positions int64[T].
@@ -49,7 +56,7 @@ def dynamic_frequencies(config: ModelConfig, reach: Tensor) -> Tensor:
     dim, factor, made_for = config.head_dim, config.rope["factor"], config.made_for
     length = reach.clamp(min=made_for).float()
     base = config.rope_theta * (factor * length / made_for - (factor - 1)) ** (dim / (dim - 2))
-    exponents = torch.arange(0, dim, 2, dtype=torch.float32) / dim
+    exponents = torch.arange(0, dim, 2, dtype=torch.float32, device=reach.device) / dim
     inverse: Tensor = base[:, None].pow(exponents).reciprocal()
     return inverse
 
