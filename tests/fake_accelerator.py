@@ -1,0 +1,66 @@
+"""An accelerator on the CPU: its stream runs at once, but the host is told so only when it waits."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Self
+
+import torch
+
+
+class FakeEvent:
+    """`done` once the host has waited for it, or a test says so."""
+
+    def __init__(self, gpu: FakeAccelerator) -> None:
+        self.gpu, self.done, self.at = gpu, False, 0
+
+    def record(self) -> None:
+        self.done, self.at = False, time.monotonic_ns()
+
+    def synchronize(self) -> None:
+        assert self.at, "waited for, but never recorded"
+        if not self.done:
+            self.gpu.waits += 1
+        self.done = True
+
+    def elapsed_ms(self, later: Self) -> float:
+        assert self.done and later.done, "the times of what has not happened"
+        return float(torch.tensor((later.at - self.at) / 1e6, dtype=torch.float32))
+
+
+class FakeAccelerator:
+    """`runtime.device.accelerator.Accelerator`."""
+
+    device = torch.device("cpu")
+    stream = 0
+
+    def __init__(self) -> None:
+        self.waits, self.pinned_bytes = 0, 0
+
+    def launching(self) -> AbstractContextManager[object]:
+        return nullcontext()
+
+    def enter_thread(self) -> None: ...
+
+    def event(self) -> FakeEvent:
+        return FakeEvent(self)
+
+    def pinned(self, nbytes: int) -> torch.Tensor:
+        self.pinned_bytes += nbytes
+        return torch.full((nbytes,), 0xAB, dtype=torch.uint8)
+
+    def recorded(self, work: Callable[[], None]) -> Callable[[], None]:
+        work()
+        work()
+        return work
+
+    def peak_bytes(self, work: Callable[[], None]) -> int:
+        work()
+        return 0
+
+    def memory(self) -> tuple[int, int]:
+        return 1 << 30, 1 << 30
+
+    def close(self) -> None: ...
