@@ -11,8 +11,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
+from ipc.internal import TableExport
 from ipc.token_table import TokenTable
 from proc.halves import Halves
 from proc.settings import Settings, UsageError
@@ -26,28 +27,48 @@ from runtime.device.timed import TimedSimDevice
 from runtime.model.sharding import Rank
 
 if TYPE_CHECKING:
+    import torch
+
     from runtime.collective import Collective
     from runtime.device.cpu import CpuModel
     from runtime.model.config import ModelConfig
     from runtime.sampling_ops import SamplingOps
 
 SIM_BLOCKS, SIM_MODEL_LEN = 8192, 4096
+T = TypeVar("T")
+CPU_SHARE = 0.3  # of the free memory, for KV
 
 
 @dataclass(frozen=True)
 class Built:
     device: Device
     info: DeviceInfo
+    export: TableExport | None = None  # where the ids are, if on the device
 
 
-def build(settings: Settings, folder: str, table: TokenTable, halves: Halves, rank: Rank, meeting: str) -> Built:
-    """The device of one rank; `meeting` is the file through which the ranks of a replica find one another.
+def build(
+    settings: Settings, folder: str, table: TokenTable, halves: Halves, rank: Rank, index: int, meeting: str
+) -> Built:
+    """The device of worker `index`; `meeting` is the file through which the ranks of a replica find one another.
 
     Raises `UsageError` or `runtime.model.config.ConfigError` with one clear line.
     """
+    on_gpu = not settings.simulated and (settings.device == "cuda" or (settings.device == "auto" and _sees_gpu()))
+    if on_gpu:
+        from proc.gpu import build as on_device
+
+        return on_device(settings, Path(folder), table, halves, rank, index, meeting)
+    if settings.for_gpus:
+        raise UsageError(f"{settings.for_gpus[0]} is of a GPU, and this is --device {settings.device}")
     if settings.simulated:
         return _sim(settings, Path(folder) if folder else None, table, halves)
     return _cpu(settings, Path(folder), table, halves, rank, meeting)
+
+
+def _sees_gpu() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
 
 
 def model_len(settings: Settings, longest: int, num_blocks: int) -> int:
@@ -66,7 +87,7 @@ def model_len(settings: Settings, longest: int, num_blocks: int) -> int:
     return asked
 
 
-def _tables(settings: Settings, longest: int) -> SlotTables:
+def slot_tables(settings: Settings, longest: int) -> SlotTables:
     return SlotTables(num_slots(settings), -(-longest // settings.block_size), settings.block_size)
 
 
@@ -80,7 +101,7 @@ def _sim(settings: Settings, folder: Path | None, table: TokenTable, halves: Hal
     blocks = settings.num_blocks or (timing.kv_tokens // settings.block_size if timing else SIM_BLOCKS)
     made_for = timing.model.max_model_len if timing else config.get("max_position_embeddings", SIM_MODEL_LEN)
     longest = model_len(settings, made_for, blocks)
-    model = HashModel(_tables(settings, longest), table, blocks, vocab)
+    model = HashModel(slot_tables(settings, longest), table, blocks, vocab)
     if timing is None:
         info = DeviceInfo(blocks, longest, vocab, 0, 0, True, "simulated device, untimed")
         return Built(SimDevice(model, halves.open(vocab)), info)
@@ -105,13 +126,18 @@ def _cpu(settings: Settings, folder: Path, table: TokenTable, halves: Halves, ra
     config = read_config(folder)
     held = config_of(config, rank)
     ranks = _join(rank, meeting)
-    model, path = _model(settings.quantization, held, _weights(settings, folder, config, rank), ranks)
+    model, path = _model(
+        settings.quantization,
+        held,
+        rank_weights(settings, folder, config, rank, torch.device("cpu"), torch.float32),
+        ranks,
+    )
     # the weights are there before the memory that is left is counted
     block = bytes_per_block(held.num_layers, settings.block_size, held.num_kv_heads, held.head_dim, model.dtype)
     blocks = ranks.least(settings.num_blocks or _blocks_that_fit(settings, block, config.max_model_len, rank.size))
     longest = model_len(settings, config.max_model_len, blocks)
-    masks, processors = halves.open(config.vocab_size), _processors(settings.processors, ranks)
-    device = CpuDevice(model, _sampling_ops(), _tables(settings, longest), table, masks, blocks, processors)
+    masks, processors = halves.open(config.vocab_size), named_processors(settings.processors, ranks)
+    device = CpuDevice(model, _sampling_ops(), slot_tables(settings, longest), table, masks, blocks, processors)
     words = f"cpu, {str(model.dtype).removeprefix('torch.')}, {torch.get_num_threads()} threads, {path}"
     shared = config.shares_prefixes
     return Built(device, DeviceInfo(blocks, longest, config.vocab_size, model.nbytes, blocks * block, shared, words))
@@ -123,8 +149,10 @@ def _join(rank: Rank, meeting: str) -> Collective:
     return Together(rank, meeting) if rank.size > 1 else Alone()
 
 
-def _weights(settings: Settings, folder: Path, config: ModelConfig, rank: Rank) -> dict[str, Any]:
-    """A rank's part."""
+def rank_weights(
+    settings: Settings, folder: Path, config: ModelConfig, rank: Rank, device: torch.device, made: torch.dtype
+) -> dict[str, Any]:
+    """A rank's part, on `device`; dummy weights are of the type `made` unless the settings name one."""
     import torch
 
     from runtime.model.weights import dummy_weights, load_codes, load_weights
@@ -132,8 +160,9 @@ def _weights(settings: Settings, folder: Path, config: ModelConfig, rank: Rank) 
     dtype = None if settings.dtype == "auto" else getattr(torch, settings.dtype)
     codes: dict[str, Any] = load_codes(folder, config) if settings.quantization == "gguf" else {}
     if settings.load_format == "dummy":
-        return dummy_weights(config, dtype or torch.float32, settings.seed or 0, rank)
-    return codes | load_weights(folder, config, dtype, list if rank.index else _progress, [*codes], rank)
+        return dummy_weights(config, dtype or made, settings.seed or 0, rank, device)
+    bar = list if rank.index else shards
+    return codes | load_weights(folder, config, dtype, bar, [*codes], rank, device)
 
 
 def _model(quantization: str, config: ModelConfig, weights: dict[str, Any], ranks: Collective) -> tuple[CpuModel, str]:
@@ -172,7 +201,7 @@ def _sampling_ops() -> SamplingOps:
     return TorchOps() if found is None else KernelOps(found, torch.get_num_threads())
 
 
-def _processors(named: dict[str, str], ranks: Collective) -> dict[str, Any]:
+def named_processors(named: dict[str, str], ranks: Collective) -> dict[str, Any]:
     """The callables of --logits-processors. Raises `UsageError` for one that cannot be had."""
     from runtime.logits import of_first_rank
 
@@ -187,17 +216,22 @@ def _processors(named: dict[str, str], ranks: Collective) -> dict[str, Any]:
     return found
 
 
-def _progress(files: list[Path]) -> Iterable[Path]:
+def shards(files: list[Path]) -> Iterable[Path]:
+    return progress(files, "Loading safetensors checkpoint shards")
+
+
+def progress(things: list[T], words: str) -> Iterable[T]:
     """A bar where people watch, nothing elsewhere."""
     from tqdm import tqdm
 
-    return tqdm(files, desc="Loading safetensors checkpoint shards", disable=None)
+    return tqdm(things, desc=words, disable=None)
 
 
 def _blocks_that_fit(settings: Settings, block_bytes: int, longest: int, ranks: int) -> int:
     """Pages in a rank's part of the share of the free memory, at most what the rows of a step could ever fill."""
     available = _available_memory()
-    blocks = int(available * settings.gpu_memory_utilization) // ranks // block_bytes
+    share = settings.gpu_memory_utilization or CPU_SHARE
+    blocks = int(available * share) // ranks // block_bytes
     if blocks < 2:
         raise UsageError(
             f"no memory for the KV cache: {available >> 20} MiB are free, a page takes {block_bytes >> 10} KiB; "

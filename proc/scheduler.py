@@ -8,6 +8,8 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from ipc.cuda_runtime import Cudart
+from ipc.device_table import DeviceReader
 from ipc.endpoints import address
 from ipc.histogram import MICROSECONDS, SECONDS, Histogram, histogram
 from ipc.internal import (
@@ -19,6 +21,7 @@ from ipc.internal import (
     Rejected,
     ReplicaReady,
     Started,
+    TableExport,
     TokenBatch,
     Told,
     ToScheduler,
@@ -38,6 +41,7 @@ from runtime.step import MaskOrder, StepPlan, StepResult
 
 log = logging.getLogger(__name__)
 N = TypeVar("N", int, float)
+Word = TypeVar("Word")
 COLDEST = 1e-5  # temperatures below it are greedy, as in vLLM
 TURN = 64  # messages taken between two plans
 
@@ -56,10 +60,11 @@ class SchedulerLoop:
         self.queued = histogram(SECONDS)
         self.planned = histogram(MICROSECONDS)
         self.steps_ahead = 0  # results that came when the plan of the next step had been sent already
-        self.table = TokenTable(table_shape(spec.settings), spec.tables[index])
+        self.table: TokenTable | DeviceReader = TokenTable(table_shape(spec.settings), spec.tables[index])
         self.requests: Receiver[ToScheduler] = Receiver(address(spec.run_dir, "scheduler", index, "in"), ToScheduler)
-        self.results: Receiver[DeviceInfo | StepResult | Alive] = Receiver(
-            address(spec.run_dir, "scheduler", index, "results"), DeviceInfo | StepResult | Alive
+        kinds = DeviceInfo | TableExport | StepResult | Alive
+        self.results: Receiver[DeviceInfo | TableExport | StepResult | Alive] = Receiver(
+            address(spec.run_dir, "scheduler", index, "results"), kinds
         )
         self.plans: list[Sender[StepPlan]] = [
             Sender(address(spec.run_dir, "worker", n, "plans")) for n in spec.workers(index)
@@ -75,7 +80,7 @@ class SchedulerLoop:
 
     def start(self) -> dict[str, Any]:
         """Wait for the worker's word of what there is, and pass it on. Raises `TimeoutError`."""
-        settings, info = self.spec.settings, self.device()
+        settings, info = self.spec.settings, self.heard(DeviceInfo)
         self.engine = Scheduler(
             Limits(
                 info.num_blocks,
@@ -88,6 +93,8 @@ class SchedulerLoop:
                 info.shares_prefixes and not settings.disable_radix_cache,
             )
         )
+        if info.exports_table:
+            self.table = DeviceReader.open(Cudart(), self.heard(TableExport), self.engine.epoch)
         self.clock = DeviceClock(self.spec.num_ranks)
         ready = ReplicaReady(
             self.index, info.max_model_len, info.vocab_size, info.num_blocks, settings.block_size, info.description
@@ -98,12 +105,12 @@ class SchedulerLoop:
         self.vocab_size = info.vocab_size
         return {}
 
-    def device(self) -> DeviceInfo:
-        """What rank 0 has found out; other ranks may be ready before it. Raises `TimeoutError`."""
+    def heard(self, kind: type[Word]) -> Word:
+        """Rank 0's next word of a kind; other ranks may be ready before it. Raises `TimeoutError`."""
         timeout = self.spec.settings.startup_timeout
         deadline = time.monotonic() + timeout
         while (word := self.results.receive(max(0.001, deadline - time.monotonic()))) is not None:
-            if isinstance(word, DeviceInfo):
+            if isinstance(word, kind):
                 return word
         raise TimeoutError(f"the worker was not ready within {timeout:.0f} s")
 
@@ -288,6 +295,8 @@ class SchedulerLoop:
     def close(self) -> None:
         self.requests.close()
         self.results.close()
+        if isinstance(self.table, DeviceReader):
+            self.table.close()
         self.grammar.close()
         for sender in self.plans:
             sender.close()

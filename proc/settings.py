@@ -36,7 +36,7 @@ class Settings:
         "--tp-size",
     )
     cores: str | None = flag(None, "cores by role, such as worker=0-1,tokenizer=2")
-    device: str = flag("auto", "auto, cpu, sim, sim:NAME such as sim:h100-llama-3.1-8b, or sim:FILE.toml")
+    device: str = flag("auto", "auto, cuda, cpu, sim, sim:NAME such as sim:h100-llama-3.1-8b, or sim:FILE.toml")
     dtype: str = flag("auto", "of weights and KV", choices=("auto", "float32", "bfloat16", "float16"))
     quantization: str = flag(
         "none",
@@ -58,7 +58,19 @@ class Settings:
     )
     block_size: int = flag(16, "tokens of a KV page", "--page-size")
     num_blocks: int | None = flag(None, "KV pages, instead of a share of the memory")
-    gpu_memory_utilization: float = flag(0.3, "share of the free memory for KV", "--mem-fraction-static")
+    gpu_memory_utilization: float | None = flag(
+        None,
+        "share of a GPU's memory for all of this server (default: 0.9), on the CPU of the free memory for KV (0.3)",
+        "--mem-fraction-static",
+    )
+    kv_cache_dtype: str = flag("auto", "of keys and values on a GPU; auto: the model's", choices=("auto", "fp8"))
+    attention_backend: str = flag(
+        "auto", "on a GPU; auto: flashinfer where it is installed, else torch", choices=("auto", "flashinfer", "torch")
+    )
+    enforce_eager: bool = flag(False, "no CUDA graphs", "--disable-cuda-graph")
+    token_table: str = flag(
+        "auto", "how a GPU's next-token ids reach the scheduler; auto: cuda-ipc", choices=("auto", "cuda-ipc", "pinned")
+    )
     disable_radix_cache: bool = flag(False, "no prefix cache", "--disable-radix", "--no-enable-prefix-caching")
     overlap_depth: int = flag(1, "steps planned past the last result: 0, 1 or 2")
     disable_overlap: bool = flag(False, "the same as --overlap-depth 0")
@@ -97,13 +109,17 @@ class Settings:
             ("max_num_seqs", 1 <= self.max_num_seqs <= 16384, "between 1 and 16384"),
             ("block_size", 1 <= self.block_size <= 1024, "between 1 and 1024"),
             ("max_num_batched_tokens", self.max_num_batched_tokens >= self.max_num_seqs, "at least max_num_seqs"),
-            ("gpu_memory_utilization", 0 < self.gpu_memory_utilization <= 1, "above 0, at most 1"),
+            (
+                "gpu_memory_utilization",
+                self.gpu_memory_utilization is None or 0 < self.gpu_memory_utilization <= 1,
+                "above 0, at most 1",
+            ),
             ("max_model_len", self.max_model_len is None or self.max_model_len >= 2, "at least 2"),
             ("num_blocks", self.num_blocks is None or self.num_blocks >= 2, "at least 2"),
             ("max_num_queued_reqs", (self.max_num_queued_reqs or 0) >= 0, "at least 0"),
             ("tensor_parallel_size", self.tensor_parallel_size in (None, *range(1, 65)), "between 1 and 64"),
             ("seed", 0 <= (self.seed or 0) < 2**64, "between 0 and 2**64 - 1"),
-            ("device", self.simulated or self.device in ("auto", "cpu"), "auto, cpu, sim or sim:NAME in this version"),
+            ("device", self.simulated or self.device in ("auto", "cuda", "cpu"), "auto, cuda, cpu, sim or sim:NAME"),
             ("port", 0 <= self.port <= 65535, "between 0 and 65535"),
             ("write_timeout", self.write_timeout > 0, "above 0"),
             ("ssl_keyfile", bool(self.ssl_keyfile) == bool(self.ssl_certfile), "given together with --ssl-certfile"),
@@ -124,6 +140,12 @@ class Settings:
                 roofline(self.timing)
             except ValueError as error:
                 raise UsageError(f"--device {self.device}: {error}") from None
+
+    @property
+    def for_gpus(self) -> list[str]:
+        """The options given that only a GPU has; `enforce_eager` holds of a CPU anyway."""
+        names = ("kv_cache_dtype", "attention_backend", "token_table")
+        return [f"--{name.replace('_', '-')} {value}" for name in names if (value := getattr(self, name)) != "auto"]
 
     @property
     def simulated(self) -> bool:

@@ -6,11 +6,12 @@ from a TokenTable of its own; the scheduler's is that of rank 0, which alone rep
 
 from __future__ import annotations
 
+import threading
 from contextlib import suppress
 from typing import Any
 
 from ipc.endpoints import address
-from ipc.internal import Alive
+from ipc.internal import Alive, TableExport
 from ipc.sockets import Receiver, Sender
 from ipc.token_table import TokenTable
 from proc.devices import build
@@ -21,6 +22,8 @@ from runtime.device.base import Device, DeviceInfo
 from runtime.model.sharding import Rank
 from runtime.step import StepPlan, StepResult
 
+Report = DeviceInfo | TableExport | StepResult | Alive
+
 
 class Worker:
     """One device fed from one queue of plans."""
@@ -28,14 +31,13 @@ class Worker:
     finished = False
 
     def __init__(self, spec: ProcessSpec, index: int) -> None:
-        self.spec = spec
+        self.spec, self.index = spec, index
         self.replica, rank = divmod(index, spec.num_ranks)
         self.rank = Rank(rank, spec.num_ranks)
         self.table = TokenTable(table_shape(spec.settings), None if rank else spec.tables[self.replica])
         self.plans: Receiver[StepPlan] = Receiver(address(spec.run_dir, "worker", index, "plans"), StepPlan)
-        self.results: Sender[DeviceInfo | StepResult | Alive] = Sender(
-            address(spec.run_dir, "scheduler", self.replica, "results")
-        )
+        self.results: Sender[Report] = Sender(address(spec.run_dir, "scheduler", self.replica, "results"))
+        self.telling = threading.Lock()  # a device reports from a thread of its own
         self.halves = Halves(spec, self.replica, index)
         self.device: Device | None = None
 
@@ -46,9 +48,11 @@ class Worker:
     def start(self) -> dict[str, Any]:
         """Load the model and tell the scheduler what there is to work with."""
         spec, meeting = self.spec, f"{self.spec.run_dir}/ranks{self.replica}"
-        built = build(spec.settings, spec.folder, self.table, self.halves, self.rank, meeting)
+        built = build(spec.settings, spec.folder, self.table, self.halves, self.rank, self.index, meeting)
         self.device, info = built.device, built.info
         self._report(info)
+        if built.export is not None:
+            self._report(built.export)
         return {
             "device": info.description,
             "weight_bytes": info.weight_bytes,
@@ -66,14 +70,18 @@ class Worker:
             raise self.device.failed
         plan = self.plans.receive(0)
         if plan is None:
-            self.results.send(Alive(self.rank.index))
+            self._send(Alive(self.rank.index))
         with suppress(Stopped):
             while plan is not None:
                 self.device.launch(plan, self._report)
                 plan = self.plans.receive(0)
 
-    def _report(self, word: DeviceInfo | StepResult) -> None:
+    def _report(self, word: Report) -> None:
         if self.rank.index == 0:
+            self._send(word)
+
+    def _send(self, word: Report) -> None:
+        with self.telling:
             self.results.send(word)
 
     def command(self, command: Command) -> None:

@@ -1,4 +1,4 @@
-"""What the ranks of a model do together. Members: `Alone`, and `Together` over torch.distributed (gloo, later nccl).
+"""What the ranks of a model do together. Members: `Alone`, and `Together` over torch.distributed (gloo, or nccl on GPUs).
 
 Every rank makes the same calls in the same order, on tensors of the same shapes, and gets the same numbers.
 """
@@ -56,11 +56,11 @@ class Alone:
 class Together:
     """One rank of several, in a process of its own, with whose end it leaves the others.
 
-    They meet through the file `meeting`, which only they know.
+    They meet through the file `meeting`, which only they know. Their tensors stand on `device`.
     """
 
-    def __init__(self, rank: Rank, meeting: str, backend: str = "gloo") -> None:
-        self.rank = rank
+    def __init__(self, rank: Rank, meeting: str, backend: str = "gloo", device: torch.device | None = None) -> None:
+        self.rank, self.device = rank, device
         os.environ["GLOO_SOCKET_IFNAME"] = LOOPBACK  # gloo would listen where the machine's name leads
         with _others():
             store = dist.FileStore(meeting, rank.size)  # type: ignore[attr-defined]
@@ -78,7 +78,7 @@ class Together:
         return torch.cat(parts, -1)
 
     def least(self, number: int) -> int:
-        least = torch.tensor(number)
+        least = torch.tensor(number, device=self.device)
         with _others():
             dist.all_reduce(least, dist.ReduceOp.MIN)
         return int(least)

@@ -12,12 +12,26 @@ class KVCache:
     """keys[layer], values[layer]: [num_blocks, block_size, kv_heads, head_dim]; cell = page * block_size + offset."""
 
     def __init__(
-        self, layers: int, num_blocks: int, block_size: int, kv_heads: int, head_dim: int, dtype: torch.dtype
+        self,
+        layers: int,
+        num_blocks: int,
+        block_size: int,
+        kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device | None = None,
     ) -> None:
+        """On the CPU without `device`."""
         self.block_size = block_size
         shape = (num_blocks, block_size, kv_heads, head_dim)
-        self.keys = [_lazy_zeros(shape, dtype) for _ in range(layers)]
-        self.values = [_lazy_zeros(shape, dtype) for _ in range(layers)]
+
+        def zeros() -> list[Tensor]:
+            return [
+                torch.zeros(shape, dtype=dtype, device=device) if device else _lazy_zeros(shape, dtype)
+                for _ in range(layers)
+            ]
+
+        self.keys, self.values = zeros(), zeros()
 
     def write(self, layer: int, cells: Tensor, keys: Tensor, values: Tensor) -> None:
         """Put keys and values, [T, kv_heads, head_dim], into `cells`, int64[T]."""

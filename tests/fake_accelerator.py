@@ -11,19 +11,24 @@ import torch
 
 
 class FakeEvent:
-    """`done` once the host has waited for it, or a test says so."""
+    """Done once the host has waited for it, or for a later one."""
 
     def __init__(self, gpu: FakeAccelerator) -> None:
-        self.gpu, self.done, self.at = gpu, False, 0
+        self.gpu, self.number, self.at = gpu, 0, 0
+
+    @property
+    def done(self) -> bool:
+        return 0 < self.number <= self.gpu.reached
 
     def record(self) -> None:
-        self.done, self.at = False, time.monotonic_ns()
+        self.gpu.recorded_events += 1
+        self.number, self.at = self.gpu.recorded_events, time.monotonic_ns()
 
     def synchronize(self) -> None:
-        assert self.at, "waited for, but never recorded"
+        assert self.number, "waited for, but never recorded"
         if not self.done:
             self.gpu.waits += 1
-        self.done = True
+            self.gpu.reached = self.number
 
     def elapsed_ms(self, later: Self) -> float:
         assert self.done and later.done, "the times of what has not happened"
@@ -37,7 +42,8 @@ class FakeAccelerator:
     stream = 0
 
     def __init__(self) -> None:
-        self.waits, self.pinned_bytes = 0, 0
+        self.waits = self.pinned_bytes = 0
+        self.recorded_events = self.reached = 0  # events by number, in the stream's order
 
     def launching(self) -> AbstractContextManager[object]:
         return nullcontext()

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Protocol, Self
+from typing import Any, Protocol, Self
 
 import torch
 
@@ -50,6 +50,9 @@ class Accelerator(Protocol):
 
     def peak_bytes(self, work: Callable[[], None]) -> int:
         """What `work` takes at most beyond what is held now. Called at the start only."""
+
+    def tensor(self, array: Any) -> Tensor:
+        """Over the device's memory that `array` describes, as `__cuda_array_interface__` says."""
 
     def memory(self) -> tuple[int, int]:
         """(free, total) bytes of the device."""
@@ -118,6 +121,9 @@ class CudaAccelerator:
         peak = torch.cuda.max_memory_allocated(self.device)
         torch.cuda.empty_cache()
         return peak - before
+
+    def tensor(self, array: Any) -> Tensor:
+        return torch.as_tensor(array, device=self.device)
 
     def memory(self) -> tuple[int, int]:
         return torch.cuda.mem_get_info(self.device)

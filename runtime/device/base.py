@@ -1,4 +1,4 @@
-"""What the worker asks of a device. Members: `cpu` (torch and our kernels), `sim` (modelled, no torch), `cuda` (later).
+"""What the worker asks of a device. Members: `cpu` (torch and our kernels), `sim` (modelled, no torch), `cuda`.
 
 A device runs steps in the order in which they were launched. On the CPU `launch` computes and reports before it
 returns; an asynchronous device queues the step and reports from its completion thread. The worker's loop is the same.
@@ -57,6 +57,7 @@ class DeviceInfo(msgspec.Struct, frozen=True, array_like=True, tag=True):
     kv_bytes: int
     shares_prefixes: bool  # a prefix has the same KV in every request
     description: str  # one line for the start-up log and /status
+    exports_table: bool = False  # the ids stand in the device's memory: where, the worker's next message says
 
 
 class Device(Protocol):

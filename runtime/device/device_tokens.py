@@ -7,7 +7,7 @@ word, a harmless one is taken instead, and whoever reads the step raises (`ipc.t
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,9 +30,9 @@ class DeviceTokens:
     next: Tensor  # int32[slots]
 
     @classmethod
-    def over(cls, arrays: Mapping[str, Any], device: str) -> DeviceTokens:
-        """`arrays` by the fields' names: anything in memory of `device` that torch takes without a copy."""
-        return cls(**{name: torch.as_tensor(array, device=device) for name, array in arrays.items()})
+    def over(cls, arrays: Mapping[str, Any], tensor: Callable[[Any], Tensor] = torch.as_tensor) -> DeviceTokens:
+        """`arrays` by the fields' names; `tensor` makes one over their memory, without a copy."""
+        return cls(**{name: tensor(array) for name, array in arrays.items()})
 
     def poison(self, step: Tensor, slots: Tensor) -> None:
         """Make the ring entry the step's, empty; `slots` of the rows that bring their ids along have no next one."""

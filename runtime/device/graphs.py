@@ -7,30 +7,21 @@ Padding is slot 0, position 0 and page 0, which belong to no request.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable
-from typing import Protocol
+from collections.abc import Iterable
 
 import numpy as np
 import torch
 
+from runtime.attention.flashinfer import GraphAttention, PagedAttention
 from runtime.batch import Batch
 from runtime.device.accelerator import Accelerator
 from runtime.device.device_tokens import DeviceTokens
-from runtime.model.llama import Attention, Llama
+from runtime.device.put import Put
+from runtime.model.llama import Llama
 
 Tensor = torch.Tensor
-Put = Callable[..., Tensor]  # (array, into=None): `runtime.device.staging.Staging.put`
 FINE, COARSE = 8, 16  # between sizes, up to and beyond
 MANY = 256
-
-
-class GraphAttention(Protocol):
-    """The attention of decode steps of one size."""
-
-    def plan(self, batch: Batch, put: Put) -> None:
-        """Before each replay, outside of it: the pages of the batch and padding's."""
-
-    def __call__(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor: ...
 
 
 def graph_sizes(most: int) -> list[int]:
@@ -49,7 +40,13 @@ class DecodeGraph:
     """Steps of up to `size` decode rows. `out` [size, hidden_size] receives their normed states."""
 
     def __init__(
-        self, size: int, gpu: Accelerator, model: Llama, attention: GraphAttention, tokens: DeviceTokens, out: Tensor
+        self,
+        size: int,
+        gpu: Accelerator,
+        model: Llama,
+        attention: GraphAttention,
+        tokens: DeviceTokens,
+        out: Tensor,
     ) -> None:
         self.size, self.model, self.attention, self.tokens, self.out = size, model, attention, tokens, out
         self.numbers = torch.zeros((3, size), dtype=torch.int64, device=gpu.device)  # slots, positions, reaches
@@ -72,5 +69,17 @@ class DecodeGraph:
         slots, positions, reach = self.numbers
         self.tokens.poison(self.step, self.none)
         ids = self.tokens.gather(self.step, slots, self.model.config.vocab_size)
-        attention: Attention = self.attention
-        self.out.copy_(self.model.forward(ids.long(), positions, reach, attention))
+        self.out.copy_(self.model.forward(ids.long(), positions, reach, self.attention))
+
+
+def recorded(
+    sizes: Iterable[int], gpu: Accelerator, model: Llama, attention: PagedAttention, tokens: DeviceTokens
+) -> list[DecodeGraph]:
+    """A graph of each size. The largest comes first: the others fit into its memory."""
+    graphs: list[DecodeGraph] = []
+    for size in sizes:
+        if not graphs:
+            kind = model.weights["model.norm.weight"]
+            out = torch.zeros((size, model.config.hidden_size), dtype=kind.dtype, device=gpu.device)
+        graphs.append(DecodeGraph(size, gpu, model, attention.graph(size), tokens, out[:size]))
+    return graphs

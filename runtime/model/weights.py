@@ -2,7 +2,7 @@
 
 Every tensor the model uses must be there with its shape, as numbers or as a GGUF file's codes; what is there beyond
 them is refused by name, since it would mean another model than the one we compute. Of a tensor that ranks share, a rank
-reads its own part alone. Knows no device but the CPU.
+reads its own part alone.
 """
 
 from __future__ import annotations
@@ -68,9 +68,11 @@ def load_weights(
     progress: Progress = list,
     known: Collection[str] = (),
     rank: Rank = ALONE,
+    device: torch.device | str = "cpu",
 ) -> dict[str, Tensor]:
-    """A rank's part of all tensors of the checkpoint but `known` ones, as `dtype` (None: as stored).
+    """A rank's part of all tensors of the checkpoint but `known` ones, as `dtype` (None: as stored), on `device`.
 
+    Each goes there by itself, so that the host holds one at a time.
     Raises `ConfigError` with one clear line. `progress` wraps the list of files, as tqdm does.
     """
     shapes = expected_shapes(config)
@@ -85,7 +87,7 @@ def load_weights(
             if shape != shapes[name]:
                 raise ConfigError(f"{file.name}: tensor {name} is {shape}, expected {shapes[name]}")
             tensor = _cut(stored, part_of(name, config, shape, rank))
-            weights[name] = tensor if dtype is None else tensor.to(dtype)
+            weights[name] = tensor.to(device, dtype)
     missing = [name for name in shapes if name not in weights and name not in known]
     if missing:
         raise ConfigError(f"{folder}: {len(missing)} tensors are missing, the first is {missing[0]}")
@@ -118,15 +120,23 @@ def save_codes(folder: Path, coded: Mapping[str, Quantized]) -> None:
     )
 
 
-def dummy_weights(config: ModelConfig, dtype: torch.dtype, seed: int = 0, rank: Rank = ALONE) -> dict[str, Tensor]:
-    """A rank's part of random weights of the right shapes; norms are 1."""
-    generator = torch.Generator().manual_seed(seed)
-    return {
-        name: torch.ones(shape, dtype=dtype)
-        if name.endswith("norm.weight")
-        else (_cut(torch.randn(shape, generator=generator), part_of(name, config, shape, rank)) * 0.02).to(dtype)
-        for name, shape in expected_shapes(config).items()
-    }
+def dummy_weights(
+    config: ModelConfig,
+    dtype: torch.dtype,
+    seed: int = 0,
+    rank: Rank = ALONE,
+    device: torch.device | str = "cpu",
+) -> dict[str, Tensor]:
+    """A rank's part of random weights of the right shapes, made on `device`; norms are 1."""
+    generator = torch.Generator(device).manual_seed(seed)
+
+    def made(name: str, shape: tuple[int, ...]) -> Tensor:
+        if name.endswith("norm.weight"):
+            return torch.ones(shape, dtype=dtype, device=device)
+        whole = torch.randn(shape, generator=generator, device=device)
+        return (_cut(whole, part_of(name, config, shape, rank)) * 0.02).to(dtype)
+
+    return {name: made(name, shape) for name, shape in expected_shapes(config).items()}
 
 
 def _cut(whole: Stored | Tensor, held: Part) -> Tensor:

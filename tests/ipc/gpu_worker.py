@@ -50,7 +50,7 @@ class GpuWriter:
         self.cuda, self.table = cuda, DeviceTable(cuda, SHAPE, host)
         self.stream = cuda.create_stream()
         arrays = {name: cuda.array(array) for name, array in self.table.arrays.items()}
-        self.tokens = DeviceTokens.over(arrays, cuda.place)
+        self.tokens = DeviceTokens.over(arrays, lambda array: torch.as_tensor(array, device=cuda.place))
 
     @property
     def next(self) -> torch.Tensor:

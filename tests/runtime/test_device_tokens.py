@@ -90,6 +90,6 @@ def test_no_call_depends_on_a_value_or_waits_for_one() -> None:
 
 def test_arrays_are_taken_without_a_copy() -> None:
     table = tokens()
-    over = DeviceTokens.over({name: tensor.numpy() for name, tensor in vars(table).items()}, "cpu")
+    over = DeviceTokens.over({name: tensor.numpy() for name, tensor in vars(table).items()})
     over.poison(at(2), at())
     assert table.stamp[2] == 2
