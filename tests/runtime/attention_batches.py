@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from runtime.batch import Batch, SlotTables
@@ -22,8 +24,8 @@ class Slots:
     def step(
         self,
         decode: list[int],
-        chunks: list[tuple[int, int]] = [],
-        admitted: list[tuple[int, int]] = [],  # noqa: B006
+        chunks: Sequence[tuple[int, int]] = (),
+        admitted: Sequence[tuple[int, int]] = (),
     ) -> Batch:
         """`decode`: slots; `chunks`: (slot, tokens); `admitted`: (slot, tokens that it brings along)."""
         admissions = []
@@ -31,7 +33,7 @@ class Slots:
             self.length[slot] = self.held[slot] = 0
             pages = self._grow(slot, start)
             admissions.append(SlotAdmission(slot, start, start + 1, np.array(pages, ID_DTYPE).tobytes(), Sampling()))
-        counts = [(slot, 1) for slot in decode] + chunks
+        counts = [(slot, 1) for slot in decode] + list(chunks)
         grown = [(slot, page) for slot, count in counts for page in self._grow(slot, count)]
         plan = StepPlan(
             0,
@@ -55,7 +57,7 @@ class Slots:
 
 
 def batch_of(rows: list[tuple[int, int]], num_decode: int, page_size: int) -> Batch:
-    """One step of rows (tokens before, tokens now); of the first `num_decode` one token is computed whatever is said."""
+    """One step of rows (tokens before, tokens now); of the first `num_decode` one token is computed in any case."""
     most = max((before + now for before, now in rows), default=1)
     slots = Slots(len(rows) + 1, -(-most // page_size), page_size)
     admitted = [(slot, before) for slot, (before, _) in enumerate(rows, 1)]
