@@ -15,6 +15,8 @@ from dataclasses import dataclass
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
+from runtime.kv_cache import indexable
+
 Tensor = torch.Tensor
 KEYS = 1 << 17  # gathered at once, where rows are short
 SCORES = 1 << 24  # of one head and several queries: cells of a mask
@@ -35,6 +37,7 @@ class Part:
 class Gathered:
     """What both wrappers share. Of the workspace only the device counts."""
 
+    device: torch.device
     _paged_kv_indptr_buf: Tensor
     _paged_kv_indices_buf: Tensor
     _paged_kv_last_page_len_buf: Tensor
@@ -44,7 +47,7 @@ class Gathered:
         self._page_size, self._window, self._scale = page_size, window_left, scale
         self._parts: list[Part] = []
 
-    def _load(self, indptr: Tensor, indices: Tensor, last_page_len: Tensor, non_blocking: bool) -> None:
+    def _load(self, indptr: Tensor, indices: Tensor, last_page_len: Tensor, non_blocking: bool = True) -> None:
         self._paged_kv_indptr_buf = indptr.to(self.device, non_blocking=non_blocking)
         self._paged_kv_indices_buf = indices.to(self.device, non_blocking=non_blocking)
         self._paged_kv_last_page_len_buf = last_page_len.to(self.device, non_blocking=non_blocking)
@@ -77,13 +80,13 @@ class Gathered:
     def _attend(self, part: Part, q: Tensor, caches: tuple[Tensor, Tensor], k_scale: float) -> Tensor:
         cells, mask = self._cells(part, q.device)
         keys, values = (_gathered(cache, cells).to(q.dtype).transpose(1, 2) for cache in caches)
-        rows = q.unflatten(0, (-1, part.count)).unflatten(2, (self._kv_heads, self._group))
-        folded = rows.permute(0, 2, 1, 3, 4).flatten(2, 3)
+        shape = (part.end - part.begin, self._kv_heads, part.count, self._group, q.shape[-1])
+        folded = q.view(-1, part.count, *shape[1:2], *shape[3:]).transpose(1, 2).flatten(2, 3)
         mask = mask if part.count == 1 else mask.repeat_interleave(self._group, 1)
         answer = scaled_dot_product_attention(
             folded, keys, values, attn_mask=mask[:, None], scale=self._scale * k_scale
         )
-        return answer.unflatten(2, (part.count, -1)).permute(0, 2, 1, 3, 4).flatten(2, 3).flatten(0, 1)
+        return answer.view(shape).transpose(1, 2).reshape(q.shape)
 
     def _cells(self, part: Part, device: torch.device) -> tuple[Tensor, Tensor]:
         """int64[rows, keys]: where the keys of the span stand; bool[rows, queries, keys]: which each query sees."""
@@ -113,12 +116,11 @@ class BatchDecodeWithPagedKVCacheWrapper(Gathered):
         paged_kv_last_page_len_buffer: Tensor | None = None,
         backend: str = "auto",
     ) -> None:
-        assert kv_layout == "NHD"
         self.device, self._static = float_workspace_buffer.device, use_cuda_graph
         if use_cuda_graph:
             buffers = paged_kv_indptr_buffer, paged_kv_indices_buffer, paged_kv_last_page_len_buffer
-            assert buffers[0] is not None and buffers[1] is not None and buffers[2] is not None
-            self._paged_kv_indptr_buf, self._paged_kv_indices_buf, self._paged_kv_last_page_len_buf = buffers
+            indptr, indices, last_page_len = (buffer for buffer in buffers if buffer is not None)
+            self._load(indptr, indices, last_page_len)
 
     def plan(
         self,
@@ -155,7 +157,6 @@ class BatchPrefillWithPagedKVCacheWrapper(Gathered):
     """Some queries for each row: its last tokens."""
 
     def __init__(self, float_workspace_buffer: Tensor, kv_layout: str = "NHD", backend: str = "auto") -> None:
-        assert kv_layout == "NHD"
         self.device = float_workspace_buffer.device
 
     def plan(
@@ -197,7 +198,6 @@ def _lengths(indptr: Tensor, last_page_len: Tensor, page_size: int) -> list[int]
 
 
 def _gathered(cache: Tensor, cells: Tensor) -> Tensor:
-    """int64[rows, keys] to [rows, keys, kv_heads, head_dim]. Float8 moves as bytes, which every device can index."""
-    plain = cache.view(torch.uint8) if cache.dtype.itemsize == 1 else cache
-    found = plain.flatten(0, 1).index_select(0, cells.flatten())
-    return found.view(cache.dtype).unflatten(0, cells.shape)
+    """int64[rows, keys] to [rows, keys, kv_heads, head_dim]."""
+    found = indexable(cache).flatten(0, 1).index_select(0, cells.flatten())
+    return found.view(cache.dtype).view(*cells.shape, *cache.shape[2:])

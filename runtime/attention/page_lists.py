@@ -36,6 +36,12 @@ class PageLists:
         indices = batch.page_table[begin:end][held]
         return cls(_indptr(batch.query_lens[begin:end]), _indptr(pages), indices, last, lengths)
 
+    @classmethod
+    def none(cls) -> PageLists:
+        """Of no rows."""
+        begin, empty = np.zeros(1, np.int32), np.zeros(0, np.int32)
+        return cls(begin, begin, empty, empty, empty)
+
     def padded(self, size: int) -> PageLists:
         """With rows of one query that read the first token of the scratch page, up to `size` rows.
 
