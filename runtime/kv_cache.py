@@ -35,8 +35,8 @@ class KVCache:
 
     def write(self, layer: int, cells: Tensor, keys: Tensor, values: Tensor) -> None:
         """Put keys and values, [T, kv_heads, head_dim], into `cells`, int64[T]."""
-        self.keys[layer].flatten(0, 1)[cells] = keys
-        self.values[layer].flatten(0, 1)[cells] = values
+        for cache, new in ((self.keys[layer], keys), (self.values[layer], values)):
+            indexable(cache).flatten(0, 1)[cells] = indexable(new)
 
     def gather(self, layer: int, pages: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values of int64[R, P] pages, each [R, kv_heads, P * block_size, head_dim]."""
@@ -46,6 +46,11 @@ class KVCache:
             for cache in (self.keys, self.values)
         )
         return keys, values
+
+
+def indexable(tensor: Tensor) -> Tensor:
+    """The same memory in a type that every device can index: numbers of a byte, float8 among them, as bytes."""
+    return tensor.view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor
 
 
 def _lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
