@@ -32,10 +32,10 @@ class Raw:
         """Of what the rows drew, int32[S]."""
         if self.logits is None:
             return []
-        return of_drawn(self.how, *ops.told(self.logits, drawn[self.rows], *asked(self.how)))
+        return of_drawn(self.how, *ops.told(self.logits, drawn[self.rows], *widest(self.how)))
 
 
-def asked(how: SampleBatch) -> tuple[int, int]:
+def widest(how: SampleBatch) -> tuple[int, int]:
     """(how many likeliest ids the most curious row wants, of how many ids; 0: of all), of rows that want any."""
     limits = how.vocab[[row for row, _ in how.logprobs]]
     return max(top for _, top in how.logprobs), int(limits.max()) if limits.all() else 0
@@ -56,13 +56,13 @@ def of_prompts(
 
     `vocab` int64[slots] as in `SampleBatch`, by slot.
     """
-    found = []
+    found: list[Logprobs] = []
     for prompt, slot, first in prompts(batch):
         parts = [
             ops.told(head(hidden[first + at.start : first + at.stop]), prompt.targets[at], prompt.top, int(vocab[slot]))
             for at in pieces(prompt)
         ]
-        found.append(of_prompt(prompt, slot, *(np.concatenate(one) for one in zip(*parts, strict=True))))
+        found += of_prompt(prompt, slot, *(np.concatenate(one) for one in zip(*parts, strict=True)))
     return found
 
 
@@ -79,9 +79,9 @@ def pieces(prompt: PromptRow) -> Iterator[slice]:
         yield slice(at, min(at + PIECE, len(prompt.targets)))
 
 
-def of_prompt(prompt: PromptRow, slot: int, ids: I32, values: F32, ranks: I32) -> Logprobs:
+def of_prompt(prompt: PromptRow, slot: int, ids: I32, values: F32, ranks: I32) -> list[Logprobs]:
     """What `SamplingOps.told` found for its targets."""
-    return _packed(slot, prompt.first, prompt.top, ids, values, ranks)
+    return [_packed(slot, prompt.first, prompt.top, ids, values, ranks)]
 
 
 def _packed(slot: int, first: int, top: int, ids: I32, values: F32, ranks: I32) -> Logprobs:

@@ -76,7 +76,7 @@ def likeliest(logits: Tensor, ids: Tensor, top: int, vocab: int) -> tuple[Tensor
 
 
 def inverse_cdf(weights: Tensor, uniform: Tensor, sums: torch.dtype = torch.float32) -> Tensor:
-    """int64[n]: where the cumulated float32[n, vocab] passes `uniform`, float64[n], of their sum; anything if that is NaN.
+    """int64[n]: where the cumulated float32[n, vocab] passes `uniform`, float64[n], of their sum, if that is a number.
 
     Weights are summed by the PART in `sums`. Does not wait for the weights' device.
     """

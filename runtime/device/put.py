@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, Protocol
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -21,5 +22,5 @@ def together(put: Put, arrays: list[NDArray[Any]]) -> list[Tensor]:
     if not sum(array.size for array in arrays):
         return [put(array) for array in arrays]
     whole = put(np.concatenate([array.ravel() for array in arrays]))
-    parts = whole.split([array.size for array in arrays])
+    parts = torch.split(whole, [array.size for array in arrays])
     return [part.view(array.shape) for part, array in zip(parts, arrays, strict=True)]
