@@ -41,7 +41,7 @@ def edit(
         if len(edits.bias_ids):
             rows[row][edits.bias_ids] += edits.biases
         for name in edits.sampling.processors:
-            _process(logits, row, edits, name, processors[name])
+            process(logits, row, edits, name, processors[name])
     for row, ids in early.items():
         _ban(rows[row], list(ids))
     penalised = [(row, edits) for row, edits in how.edits if edits.sampling.penalised]
@@ -91,8 +91,8 @@ def _ban(row: F32, ids: list[int]) -> None:
         row[ids] = kept
 
 
-def _process(logits: Tensor, row: int, edits: Edits, name: str, processor: Processor) -> None:
-    """What the processor returns, unless there is nothing in it to draw from; a fault of its own is logged."""
+def process(logits: Tensor, row: int, edits: Edits, name: str, processor: Processor) -> None:
+    """Make a row what the processor returns, unless nothing in it could be drawn; a fault of its own is logged."""
     assert edits.history is not None
     try:
         changed = processor(edits.history.prompt, edits.history.output, logits[row].clone())

@@ -48,23 +48,42 @@ class TorchOps:
         drawn = np.zeros(len(logits), np.int32)
         greedy, others = np.flatnonzero(how.temperature <= 0), np.flatnonzero(how.temperature > 0)
         if len(greedy):
-            drawn[greedy] = (
-                _rows(logits, greedy).nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf).argmax(-1)
-            )
+            drawn[greedy] = best_ids(_rows(logits, greedy))
         if len(others):
             drawn[others] = _draw(_rows(logits, others), _wish(how, others)).numpy()
         return drawn
 
     def told(self, logits: Tensor, ids: I32, top: int, vocab: int) -> tuple[I32, F32, I32]:
-        own_ids = torch.from_numpy(ids.astype(np.int64))[:, None]
-        total = logits.logsumexp(-1, keepdim=True)
-        own = logits.gather(-1, own_ids)
-        real = logits[:, : vocab or None]
-        best, which = real.topk(min(top, real.shape[1]))
-        ranks = (logits > own).sum(-1) + 1
-        values = (torch.cat((own, best), -1) - total).clamp(min=LEAST)
-        shown = torch.cat((own_ids, which), -1)
-        return shown.numpy().astype(np.int32), values.numpy(), ranks.numpy().astype(np.int32)
+        shown, values, ranks = likeliest(logits, torch.from_numpy(ids), top, vocab)
+        return shown.numpy(), values.numpy(), ranks.numpy()
+
+
+def best_ids(logits: Tensor) -> Tensor:
+    """int64[n]: the id of each row's largest logit, the first of equals; what is no number is no candidate."""
+    return logits.nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf).argmax(-1)
+
+
+def likeliest(logits: Tensor, ids: Tensor, top: int, vocab: int) -> tuple[Tensor, Tensor, Tensor]:
+    """`SamplingOps.told` of int32[S], as tensors of the logits' device and without waiting for it."""
+    own_ids = ids.long()[:, None]
+    total = logits.logsumexp(-1, keepdim=True)
+    own = logits.gather(-1, own_ids)
+    real = logits[:, : vocab or None]
+    best, which = real.topk(min(top, real.shape[1]))
+    ranks = (logits > own).sum(-1) + 1
+    values = (torch.cat((own, best), -1) - total).clamp(min=LEAST)
+    return torch.cat((own_ids, which), -1).int(), values, ranks.int()
+
+
+def inverse_cdf(weights: Tensor, uniform: Tensor, sums: torch.dtype = torch.float32) -> Tensor:
+    """int64[n]: where the cumulated float32[n, vocab] passes `uniform`, float64[n], of their sum, if that is a number.
+
+    Weights are summed by the PART in `sums`. Does not wait for the weights' device.
+    """
+    part, rest = _inverse(_part_sums(weights, sums), uniform)
+    at = part[:, None] * PART + torch.arange(PART, device=weights.device)
+    inside = weights.gather(-1, at.clamp(max=weights.shape[1] - 1)).double() * (at < weights.shape[1])
+    return part * PART + _inverse(inside, rest)[0]
 
 
 def _rows(logits: Tensor, rows: NDArray[np.int64]) -> Tensor:
@@ -101,7 +120,7 @@ def _draw(logits: Tensor, wish: _Wish) -> Tensor:
     best = logits.amax(-1)
     drawn = torch.full((len(logits),), -1)
     wrong = ~best.isfinite()  # a model that overflowed; the row has no distribution
-    drawn[wrong] = logits[wrong].nan_to_num(nan=-torch.inf).argmax(-1)
+    drawn[wrong] = best_ids(logits[wrong])
     few = (~wrong & ((wish.top_k <= FEW) | ((wish.top_p < 1) & (wish.top_k == OFF)))).nonzero()[:, 0]
     if len(few):
         _by_best(logits[few], best[few], wish.at(few), few, drawn)
@@ -161,18 +180,15 @@ def _by_all(logits: Tensor, best: Tensor, wish: _Wish) -> Tensor:
     for row in ((wish.top_k < logits.shape[1]) | (wish.top_p < 1)).nonzero().flatten().tolist():
         one = slice(row, row + 1)
         weights[row] *= logits[row] >= _cutoff(logits[one], best[one], wish.at(torch.tensor([row])))
-    part, rest = _inverse(_part_sums(weights), wish.uniform)
-    at = part[:, None] * PART + torch.arange(PART)
-    inside = weights.gather(-1, at.clamp(max=logits.shape[1] - 1)).double() * (at < logits.shape[1])
-    return part * PART + _inverse(inside, rest)[0]
+    return inverse_cdf(weights, wish.uniform)
 
 
-def _part_sums(weights: Tensor) -> Tensor:
+def _part_sums(weights: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     """float64[n, parts]: the sums of PART weights each."""
     whole = weights.shape[1] // PART * PART
-    sums: Tensor = weights[:, :whole].reshape(len(weights), -1, PART).sum(-1)
+    sums: Tensor = weights[:, :whole].reshape(len(weights), -1, PART).sum(-1, dtype=dtype)
     if whole < weights.shape[1]:
-        sums = torch.cat((sums, weights[:, whole:].sum(-1, True)), -1)
+        sums = torch.cat((sums, weights[:, whole:].sum(-1, True, dtype=dtype)), -1)
     return sums.double()
 
 
