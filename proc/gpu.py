@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +28,7 @@ from runtime.device.device_tokens import DeviceTokens
 from runtime.device.filters import FlashinferFilters, TorchFilters
 from runtime.device.graphs import graph_sizes, recorded
 from runtime.kv_cache import KVCache, bytes_per_block
-from runtime.model.config import ModelConfig, read_config
+from runtime.model.config import read_config
 from runtime.model.layer_ops import FlashinferLayerOps, TorchLayerOps
 from runtime.model.llama import Llama
 from runtime.model.sharding import Rank, config_of
@@ -92,7 +91,7 @@ class _Building:
         self.sizes = graph_sizes(settings.max_num_seqs) if fused and not settings.enforce_eager else []
 
     def chosen(self) -> tuple[Backend, str]:
-        """The kernels of attention, and a sentence about them. Raises `UsageError` where those asked for are missing."""
+        """The kernels of attention, and a sentence about them. Raises `UsageError` for ones that are missing."""
         asked = self.settings.attention_backend
         if asked == "torch":
             return GATHERED, "attention gathers pages in torch, as asked for, without CUDA graphs"

@@ -1,4 +1,4 @@
-"""What the ranks of a model do together. Members: `Alone`, and `Together` over torch.distributed (gloo, or nccl on GPUs).
+"""What the ranks of a model do together. Members: `Alone`, and `Together` over torch.distributed (gloo, nccl on GPUs).
 
 Every rank makes the same calls in the same order, on tensors of the same shapes, and gets the same numbers.
 """

@@ -12,7 +12,8 @@ from numpy.typing import NDArray
 from ipc.shared_memory import Shape
 from ipc.token_table import TokenTable
 from runtime.attention.backend import GATHERED
-from runtime.attention.flashinfer import PagedAttention, Sizes
+from runtime.attention.flashinfer import PagedAttention
+from runtime.attention.wrappers import Sizes
 from runtime.batch import SlotTables
 from runtime.device.cuda import CudaDevice
 from runtime.device.device_tokens import DeviceTokens

@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -26,8 +26,9 @@ from runtime.device.device_tokens import DeviceTokens
 from runtime.device.graphs import DecodeGraph, size_for
 from runtime.device.put import together
 from runtime.device.staging import Staging
+from runtime.device.told import Told, told_of_prompts
 from runtime.model.llama import Llama
-from runtime.sampling_on_device import Asked, DeviceSampler, Told
+from runtime.sampling_on_device import Asked, DeviceSampler
 from runtime.step import ID_DTYPE, StepPlan, StepResult
 
 Tensor = torch.Tensor
@@ -59,6 +60,15 @@ class Places:
     last: Tensor  # [S] index of each one's last token among the T
 
 
+class Marks(NamedTuple):
+    """Of a step in the stream."""
+
+    started: Event
+    forwarded: Event  # all but its sampling is done; the device may wait for masks after it
+    resumed: Event  # its sampling begins
+    ended: Event
+
+
 @dataclass(frozen=True)
 class Launched:
     """A step in the stream. Times in nanoseconds."""
@@ -68,10 +78,7 @@ class Launched:
     done: Done
     received: int
     launched: int
-    started: Event
-    forwarded: Event  # all but its sampling; the device may wait for masks after it
-    resumed: Event  # its sampling began
-    ended: Event
+    marks: Marks
     masks: MaskSet | None
     told: list[tuple[Told, Tensor]]  # log probabilities, and their arrays on the host once it has ended
     ids: Tensor | None  # int32[S] likewise, where a processor of the user's will ask for them
@@ -117,25 +124,25 @@ class CudaDevice:
     def launch(self, plan: StepPlan, done: Done) -> None:
         received = time.monotonic_ns()
         batch = self.tables.apply(plan)
-        started, forwarded, resumed, ended = events = [self.gpu.event() for _ in range(4)]
+        marks = Marks(*(self.gpu.event() for _ in range(4)))
         self.staging.begin()
         with self.gpu.launching():
-            started.record()
+            marks.started.record()
             self._admit(plan)
             places = self._places(batch)
             hidden = self._forward(batch, places)
             logits = self.model.logits(hidden.index_select(0, places.last))
             asked = self.sampler.prepare(batch.sample, self.put)
-            forwarded.record()
+            marks.forwarded.record()
             masks = self.masks.wait(batch.step) if batch.masked else None
             if asked.needs_host:
                 self._wait_for(batch.step - 1)
-            resumed.record()
+            marks.resumed.record()
             told, ids = self._sample(batch, places, hidden, logits, asked, masks)
             self.table.commit(batch.step, self.gpu.stream)
-            ended.record()
+            marks.ended.record()
             self.staging.end()
-        self._queue.put(Launched(plan, batch, done, received, time.monotonic_ns(), *events, masks, told, ids))
+        self._queue.put(Launched(plan, batch, done, received, time.monotonic_ns(), marks, masks, told, ids))
 
     def close(self) -> None:
         self._queue.put(None)
@@ -171,7 +178,7 @@ class CudaDevice:
     ) -> tuple[list[tuple[Told, Tensor]], Tensor | None]:
         """Draw and publish; the log probabilities that were asked for, and the ids if the host will need them."""
         sampler, vocab = self.sampler, self.tables.sampling.vocab
-        told = sampler.told_of_prompts(batch, vocab, hidden, self.model.logits, self.put) if batch.prompts else []
+        told = told_of_prompts(batch, vocab, hidden, self.model.logits, self.put) if batch.prompts else []
         raw = sampler.raw(logits, asked)
         ids = sampler.draw(logits, asked, masks, self.put)
         self.tokens.publish(places.step, places.rows, places.slots, ids[:, None])
@@ -199,17 +206,16 @@ class CudaDevice:
     def _report(self, step: Launched) -> None:
         """Wait for the end of a step and tell of it."""
         self.table.wait(step.batch.step)
-        step.ended.synchronize()
-        started, ended = self._times.step(step.started, step.ended, time.monotonic_ns())
+        marks, masks = step.marks, step.masks
+        marks.ended.synchronize()
+        started, ended = self._times.step(marks.started, marks.ended, time.monotonic_ns())
         if step.ids is not None:
             step.batch.sample.drawn(step.ids.numpy())
         with self._news:
             self._completed = step.batch.step
             self._news.notify_all()
-        masks = step.masks
-        masking, exposed = 0, 0
-        if masks is not None:
-            masking, exposed = masks.written - masks.ordered, round(step.forwarded.elapsed_ms(step.resumed) * 1e6)
+        masking = masks.written - masks.ordered if masks else 0
+        exposed = round(marks.forwarded.elapsed_ms(marks.resumed) * 1e6) if masks else 0
         logprobs = [one for told, packed in step.told for one in told.logprobs(packed.numpy())]
         times = step.received, step.launched, started, ended, time.monotonic_ns()
         step.done(StepResult(step.plan.epoch, step.plan.step, *times, logprobs, masking, exposed))

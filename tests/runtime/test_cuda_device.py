@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import threading
 from dataclasses import replace
 
 import pytest
-import torch
 
-from runtime.request import Request
 from tests.cuda_engine import CudaEngine, EagerEngine
-from tests.fakes import Answer, Engine
-from tests.runtime.test_cpu_device import LIMITS, requests, run
-from tests.runtime.test_features import LAYOUTS, NAMES, assert_same, assert_same_logprobs, alone
+from tests.fakes import Answer
+from tests.runtime.test_cpu_device import LIMITS, CpuEngine, requests, run
+from tests.runtime.test_features import LAYOUTS, NAMES, alone, assert_same_logprobs
 from tests.runtime.test_features import requests as asking
 from tests.runtime.test_features import run as laid_out
-from tests.runtime.test_cpu_device import CpuEngine
 
 
 @pytest.fixture(scope="module")
