@@ -37,6 +37,7 @@ from runtime.slot_sampling import SlotSampling
 
 Tensor = torch.Tensor
 SHARE = 0.9  # of all memory, for this server
+COLLECTIVE = "nccl"
 log = logging.getLogger(__name__)
 
 
@@ -57,7 +58,7 @@ def build(
     if settings.quantization != "none":
         raise UsageError(f"--quantization {settings.quantization} is for the CPU; add --device cpu")
     gpu, cuda = machine(index)
-    ranks = Together(rank, meeting, "nccl", gpu.device) if rank.size > 1 else Alone()
+    ranks = Together(rank, meeting, COLLECTIVE, gpu.device) if rank.size > 1 else Alone()
     with gpu.launching(), torch.inference_mode():
         try:
             return _Building(settings, folder, gpu, ranks).built(table, cuda, halves)

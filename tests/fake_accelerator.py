@@ -5,9 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from types import SimpleNamespace
 from typing import Self
 
+import numpy as np
 import torch
+
+from ipc.device_table import DeviceArray
 
 
 class FakeEvent:
@@ -65,6 +69,10 @@ class FakeAccelerator:
     def peak_bytes(self, work: Callable[[], None]) -> int:
         work()
         return 0
+
+    def tensor(self, array: DeviceArray) -> torch.Tensor:
+        """numpy's interface is what CUDA's was made after."""
+        return torch.from_numpy(np.asarray(SimpleNamespace(__array_interface__=array.__cuda_array_interface__)))
 
     def memory(self) -> tuple[int, int]:
         return 1 << 30, 1 << 30

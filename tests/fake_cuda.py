@@ -216,3 +216,15 @@ class FakeCuda:
             return Memory(os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR), nbytes, device.rstrip(b"\0").decode())
         except FileNotFoundError:
             raise CudaError(f"{call}: invalid argument") from None
+
+
+class PromptCuda(FakeCuda):
+    """Its device does everything at once, so that nobody has to serve."""
+
+    def launch(self, stream: int, kernel: Callable[[], object]) -> None:
+        kernel()
+
+    def record(self, event: int, stream: int) -> None:
+        numbers = self.events[event].numbers
+        numbers[RECORDED] += 1
+        numbers[DONE] = numbers[RECORDED]
