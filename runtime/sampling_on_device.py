@@ -2,7 +2,7 @@
 next step is launched before the host knows what was drawn.
 
 The reference is `runtime.sampler` on torch; here nothing is asked of the device and no shape depends on a value in it.
-What the host knows decides what is done: a step of greedy rows without wishes is two operations and no transfer, and
+What the host knows decides what is done: a step of greedy rows without wishes is three operations and no transfer, and
 nothing is sorted for top_k and top_p that no row asks for. Processors of a user's own need the ids before: see
 `Asked.needs_host`.
 """
@@ -177,7 +177,8 @@ def _alike(last: SampleBatch, how: SampleBatch) -> bool:
 def _cut(logits: Tensor, asked: Asked) -> None:
     """Nothing is drawn from a head's padding."""
     if asked.end:
-        logits[:, asked.end :].fill_(-torch.inf)
+        if asked.end < logits.shape[1]:
+            logits[:, asked.end :].fill_(-torch.inf)
     elif asked.numbers is not None:
         ids = torch.arange(logits.shape[1], device=logits.device)
         logits.masked_fill_(ids >= asked.numbers[6][:, None], -torch.inf)
