@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,11 +16,14 @@ from runtime.attention.backend import GATHERED
 from runtime.attention.flashinfer import PagedAttention
 from runtime.attention.wrappers import Sizes
 from runtime.batch import SlotTables
+from runtime.device.accelerator import Accelerator
 from runtime.device.cuda import CudaDevice
 from runtime.device.device_tokens import DeviceTokens
+from runtime.device.filters import Filters, TorchFilters
 from runtime.device.graphs import graph_sizes, recorded
 from runtime.kv_cache import KVCache
 from runtime.limits import Limits
+from runtime.model.layer_ops import TorchLayerOps
 from runtime.model.llama import Llama
 from runtime.sampling_on_device import DeviceSampler
 from runtime.step import StepPlan, StepResult
@@ -28,7 +32,6 @@ from tests.fakes import Engine
 from tests.runtime.test_cpu_device import CONFIG, weights
 
 LOST_S = 20
-CPU = torch.device("cpu")
 
 
 class HostTable:
@@ -36,6 +39,7 @@ class HostTable:
 
     def __init__(self, shape: Shape) -> None:
         self.host = TokenTable(shape)
+        self.arrays = {name: getattr(self.host, name) for name in shape.fields}
         self.committed: list[int] = []
 
     def commit(self, step: int, stream: int) -> None:
@@ -55,26 +59,35 @@ class CudaEngine(Engine):
     """With graphs of all sizes; `EagerEngine` has none."""
 
     sizes: Callable[[int], list[int]] = staticmethod(graph_sizes)
+    config, dtype, backend, ops = CONFIG, torch.float32, GATHERED, TorchLayerOps
 
     def __init__(self, limits: Limits, seed: int = 0) -> None:
         super().__init__(limits, seed)
-        self.gpu, size = FakeAccelerator(), limits.block_size
-        table = HostTable(Shape(limits.slots, limits.depth + 2, limits.max_num_seqs))
-        arrays = {name: getattr(table.host, name) for name in table.host.shape.fields}
-        tokens, steps = DeviceTokens.over(arrays), limits.depth + 1
+        self.gpu, config, size = self.accelerator(), self.config, limits.block_size
+        table = self.table(Shape(limits.slots, limits.depth + 2, limits.max_num_seqs))
+        tokens, steps = DeviceTokens.over(table.arrays, self.gpu.tensor), limits.depth + 1
         tables = SlotTables(limits.slots, -(-limits.max_model_len // size), size)
-        model = Llama(CONFIG, weights(), tables.max_len)
-        cache = KVCache(
-            CONFIG.num_layers, limits.num_blocks, size, CONFIG.num_kv_heads, CONFIG.head_dim, torch.float32, CPU
-        )
-        held = Sizes(limits.max_num_seqs, tables.pages.shape[1], steps + 1)
-        attention = PagedAttention(CONFIG, cache, self.gpu, GATHERED, torch.float32, held)
+        held = {name: tensor.to(self.gpu.device, self.dtype) for name, tensor in weights(config).items()}
+        model = Llama(config, held, tables.max_len, ops=self.ops())
+        shape = config.num_layers, limits.num_blocks, size, config.num_kv_heads, config.head_dim
+        cache = KVCache(*shape, self.dtype, self.gpu.device)
+        most = Sizes(limits.max_num_seqs, tables.pages.shape[1], steps + 1)
+        attention = PagedAttention(config, cache, self.gpu, self.backend, self.dtype, most)
         graphs = recorded(self.sizes(limits.max_num_seqs)[::-1], self.gpu, model, attention, tokens)
-        sampler = DeviceSampler(limits.slots, CONFIG.vocab_size, "cpu")
+        sampler = DeviceSampler(limits.slots, config.vocab_size, str(self.gpu.device), self.filters())
         self.cuda = CudaDevice(self.gpu, model, attention, sampler, tables, tokens, table, self.grammar, graphs, steps)
         self.device, self.tokens = self, table  # type: ignore[assignment]
         self.done: queue.SimpleQueue[StepResult] = queue.SimpleQueue()
         self.out = 0  # steps launched whose results have not been taken
+
+    def accelerator(self) -> Accelerator:
+        return FakeAccelerator()
+
+    def table(self, shape: Shape) -> Any:
+        return HostTable(shape)
+
+    def filters(self) -> Filters:
+        return TorchFilters()
 
     def launch(self, plan: StepPlan, done: object) -> None:
         self.out += 1

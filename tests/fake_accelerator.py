@@ -6,10 +6,11 @@ import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from types import SimpleNamespace
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from ipc.device_table import DeviceArray
 
@@ -70,8 +71,10 @@ class FakeAccelerator:
         work()
         return 0
 
-    def tensor(self, array: DeviceArray) -> torch.Tensor:
+    def tensor(self, array: DeviceArray | NDArray[Any]) -> torch.Tensor:
         """numpy's interface is what CUDA's was made after."""
+        if isinstance(array, np.ndarray):
+            return torch.from_numpy(array)
         return torch.from_numpy(np.asarray(SimpleNamespace(__array_interface__=array.__cuda_array_interface__)))
 
     def memory(self) -> tuple[int, int]:

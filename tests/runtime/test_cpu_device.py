@@ -35,9 +35,9 @@ CONFIG = ModelConfig("LlamaForCausalLM", 64, 32, 48, 2, 4, 2, 8, 128, 1e-5, 1e4)
 LIMITS = Limits(num_blocks=256, block_size=4, max_model_len=96, max_num_seqs=8, max_num_batched_tokens=128, depth=0)
 
 
-def weights() -> dict[str, torch.Tensor]:
+def weights(config: ModelConfig = CONFIG) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(2)
-    return {name: torch.randn(shape, generator=generator) * 0.4 for name, shape in expected_shapes(CONFIG).items()}
+    return {name: torch.randn(shape, generator=generator) * 0.4 for name, shape in expected_shapes(config).items()}
 
 
 def models() -> dict[str, cpu.CpuModel]:
