@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
@@ -41,9 +42,10 @@ class Backend:
         """Bytes for the parts of rows whose keys are split: of a prefill, or of a graph of `rows` decode rows."""
         if not self.fused:
             return 0
-        group = config.num_heads // config.num_kv_heads
-        tile = 16 if group <= 16 else 64  # of decode rows on tensor cores, in a graph one for each row at least
-        queries = max(CTAS * group * PREFILL_TILE, max(rows * config.num_heads, CTAS * group) * tile)
+        group, most = config.num_heads // config.num_kv_heads, CTAS // config.num_kv_heads
+        tile = 16 if group <= 16 else 64  # of decode rows on tensor cores
+        decode = tile * max(most, rows + -(-rows * group // tile))  # as many tiles as a graph is given for any lengths
+        queries = config.num_heads * max(decode, most * PREFILL_TILE)
         return max(LEAST_FLOAT_WORKSPACE, queries * (config.head_dim + 1) * 4 + 4096)
 
 
@@ -61,10 +63,12 @@ def choose(config: ModelConfig) -> tuple[Backend, str]:
     except Exception as error:  # also one of its parts, or two that do not go together
         told = " ".join(str(error).split()) or type(error).__name__
         return GATHERED, _slow(f"flashinfer cannot be imported ({told})", "pip install flashinfer-python==0.6.13")
-    compiler = nvcc()
-    if compiler is None and find_spec("flashinfer_jit_cache") is None:
+    prebuilt, compiler = find_spec("flashinfer_jit_cache") is not None, nvcc()
+    if not prebuilt and compiler is None:
         remedy = "install the CUDA toolkit, set CUDA_HOME to it, or install flashinfer-jit-cache of the same version"
         return GATHERED, _slow("flashinfer finds neither nvcc nor kernels built before", remedy)
+    if not find_ninja() and not prebuilt:
+        return GATHERED, _slow("flashinfer finds no ninja to build its kernels", "pip install ninja")
     backend = Backend(
         "flashinfer",
         flashinfer.BatchDecodeWithPagedKVCacheWrapper,
@@ -84,6 +88,14 @@ def nvcc() -> Path | None:
     path = named or (f"{home}/bin/nvcc" if home else shutil.which("nvcc") or "/usr/local/cuda/bin/nvcc")
     found = shutil.which(path)
     return Path(found) if found else None
+
+
+def find_ninja() -> bool:
+    """flashinfer calls it by name. In an environment that is not activated it stands beside the interpreter."""
+    folder = str(Path(sys.executable).parent)
+    if shutil.which("ninja") is None and shutil.which("ninja", path=folder):
+        os.environ["PATH"] = os.pathsep.join([folder, os.environ.get("PATH", os.defpath)])
+    return shutil.which("ninja") is not None
 
 
 def _slow(reason: str, remedy: str) -> str:

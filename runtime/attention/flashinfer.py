@@ -85,7 +85,7 @@ class PagedAttention:
         if dtype != FP8:
             return new.to(dtype)
         most = torch.finfo(FP8).max
-        return (new / scale).clamp(-most, most).to(FP8)
+        return (new / scale).clamp(-most, most).to(FP8)  # which not every torch cuts off: it may become NaN
 
 
 class StepAttention:

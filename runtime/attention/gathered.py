@@ -83,9 +83,7 @@ class Gathered:
         shape = (part.end - part.begin, self._kv_heads, part.count, self._group, q.shape[-1])
         folded = q.view(-1, part.count, *shape[1:2], *shape[3:]).transpose(1, 2).flatten(2, 3)
         mask = mask if part.count == 1 else mask.repeat_interleave(self._group, 1)
-        answer = scaled_dot_product_attention(
-            folded, keys, values, attn_mask=mask[:, None], scale=self._scale * k_scale
-        )
+        answer = scaled_dot_product_attention(folded, keys, values, mask[:, None], scale=self._scale * k_scale)
         return answer.view(shape).transpose(1, 2).reshape(q.shape)
 
     def _cells(self, part: Part, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -193,8 +191,7 @@ class BatchPrefillWithPagedKVCacheWrapper(Gathered):
 
 def _lengths(indptr: Tensor, last_page_len: Tensor, page_size: int) -> list[int]:
     """Tokens of each row, from arrays of the host."""
-    lengths: list[int] = ((indptr[1:] - indptr[:-1] - 1) * page_size + last_page_len).tolist()
-    return lengths
+    return [int(length) for length in ((indptr[1:] - indptr[:-1] - 1) * page_size + last_page_len).tolist()]
 
 
 def _gathered(cache: Tensor, cells: Tensor) -> Tensor:

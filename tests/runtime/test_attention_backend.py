@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -36,11 +37,13 @@ def compiler(tmp_path: Path) -> Path:
     path = tmp_path / "bin" / "nvcc"
     path.parent.mkdir()
     path.touch(0o755)
+    (path.parent / "ninja").touch(0o755)
     return path
 
 
 def test_flashinfer_with_a_compiler(flashinfer: ModuleType, compiler: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FLASHINFER_NVCC", str(compiler))
+    monkeypatch.setenv("PATH", str(compiler.parent))
     chosen, told = choose(CONFIG)
     assert (chosen.name, chosen.decode, chosen.prefill, chosen.fused) == ("flashinfer", 1, 2, True)
     assert "flashinfer 0.6.13" in told and str(compiler) in told
@@ -83,6 +86,18 @@ def test_the_compiler_is_the_one_that_flashinfer_takes(compiler: Path, monkeypat
     assert nvcc() is None
     monkeypatch.setenv("CUDA_HOME", str(compiler.parent.parent))
     assert nvcc() == compiler
+
+
+def test_ninja_is_found_beside_an_interpreter_whose_environment_is_not_activated(
+    flashinfer: ModuleType, compiler: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FLASHINFER_NVCC", str(compiler))
+    monkeypatch.setenv("PATH", "/nowhere")
+    chosen, told = choose(CONFIG)
+    assert chosen is GATHERED and "no ninja" in told and os.environ["PATH"] == "/nowhere"
+    monkeypatch.setattr(sys, "executable", str(compiler.parent / "python"))
+    assert choose(CONFIG)[0].fused
+    assert os.environ["PATH"] == f"{compiler.parent}{os.pathsep}/nowhere"
 
 
 def test_flashinfer_is_imported_by_choice_alone() -> None:

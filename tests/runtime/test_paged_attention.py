@@ -130,9 +130,9 @@ def test_keys_and_values_in_eight_bits() -> None:
     paged = PagedAttention(CONFIG, pair.cache, pair.gpu, GATHERED, torch.bfloat16, sizes, *scales)
     batch = pair.slots.step([1], [(2, 20)], [(1, 0), (2, 0)])
     queries, keys, values = (one.to(torch.bfloat16) for one in pair.inputs(21))
-    keys[3] = 100.0  # beyond what eight bits hold at this scale
+    keys[3], keys[4] = 100.0, -torch.inf  # beyond what eight bits hold at this scale
     out = paged.plan(batch, put)(0, queries, keys, values)
-    keys[3] = 448 * 0.01
+    keys[3], keys[4] = 448 * 0.01, -448 * 0.01
     assert out.dtype == torch.bfloat16 and pair.cache.keys[0].dtype == FP8
     reference = CpuAttention(batch, pair.other, None)(0, queries.float(), keys.float(), values.float())
     torch.testing.assert_close(out.float(), reference, atol=0.15, rtol=0.1)
@@ -246,4 +246,5 @@ def test_workspace_is_counted() -> None:
     wide = replace(CONFIG, num_heads=64, num_kv_heads=8, head_dim=128)
     fused = replace(GATHERED, fused=True)
     assert fused.float_workspace(CONFIG, 8) == 128 << 20
-    assert fused.float_workspace(wide, 1024) > 1024 * 64 * 16 * 128 * 4
+    assert fused.float_workspace(wide, 1024) >= 64 * (1024 + 512) * 16 * (128 + 1) * 4  # tiles of a graph's decode rows
+    assert fused.float_workspace(wide, 8) >= 64 * (320 // 8) * 128 * (128 + 1) * 4  # of a prefill
