@@ -18,7 +18,7 @@ from proc.settings import Settings, UsageError
 from proc.shapes import num_slots
 from runtime.attention.backend import GATHERED, Backend, choose
 from runtime.attention.flashinfer import PagedAttention
-from runtime.attention.wrappers import Sizes
+from runtime.attention.wrappers import Sizes, workspace_bytes
 from runtime.collective import Alone, Collective, Together
 from runtime.device.accelerator import Accelerator, CudaAccelerator
 from runtime.device.base import DeviceInfo
@@ -27,6 +27,7 @@ from runtime.device.cuda import CudaDevice
 from runtime.device.device_tokens import DeviceTokens
 from runtime.device.filters import FlashinferFilters, TorchFilters
 from runtime.device.graphs import graph_sizes, recorded
+from runtime.device.warm_up import largest_step, warm_up
 from runtime.kv_cache import KVCache, bytes_per_block
 from runtime.model.config import read_config
 from runtime.model.layer_ops import FlashinferLayerOps, TorchLayerOps
@@ -82,7 +83,7 @@ class _Building:
         self.model = Llama(
             self.held,
             weights,
-            min(settings.max_model_len or self.config.max_model_len, self.config.max_model_len),
+            self.longest,
             ranks,
             FlashinferLayerOps() if fused else TorchLayerOps(),
         )
@@ -106,6 +107,16 @@ class _Building:
         return backend, words
 
     @property
+    def longest(self) -> int:
+        """Tokens of a request, if there are pages for them."""
+        return min(self.settings.max_model_len or self.config.max_model_len, self.config.max_model_len)
+
+    def most(self, longest: int) -> Sizes:
+        """What attention must hold for requests of `longest` tokens."""
+        settings = self.settings
+        return Sizes(settings.max_num_seqs, -(-longest // settings.block_size), settings.depth + 2)
+
+    @property
     def kv_dtype(self) -> torch.dtype:
         return torch.float8_e4m3fn if self.settings.kv_cache_dtype == "fp8" else self.dtype
 
@@ -116,9 +127,9 @@ class _Building:
         longest = model_len(settings, self.config.max_model_len, blocks)
         shape = held.num_layers, blocks, settings.block_size, held.num_kv_heads, held.head_dim
         tables = slot_tables(settings, longest)
-        sizes = Sizes(settings.max_num_seqs, tables.pages.shape[1], settings.depth + 2)
         cache = KVCache(*shape, self.kv_dtype, gpu.device)
-        attention = PagedAttention(held, cache, gpu, self.backend, self.dtype, sizes)
+        attention = PagedAttention(held, cache, gpu, self.backend, self.dtype, self.most(longest))
+        warm_up(self.model, attention, self._put)
         pinned = settings.token_table == "pinned"
         ids = DeviceTable(cuda, table.shape, table if pinned else None)
         tokens = DeviceTokens.over(ids.arrays, gpu.tensor)
@@ -136,30 +147,27 @@ class _Building:
 
     def pages_that_fit(self, page: int) -> int:
         """KV pages in what the largest step leaves free, at most what the rows of a step could ever fill."""
-        settings, free_total = self.settings, self.gpu.memory()
-        rows, itemsize = settings.max_num_seqs, self.dtype.itemsize
+        settings, (free, total) = self.settings, self.gpu.memory()
+        longest = self.longest
         budget = Budget(
-            free_total[1],
-            free_total[0],
+            total,
+            free,
             self.weight_bytes,
             self.gpu.peak_bytes(self.largest_step),
-            graphs_bytes(self.sizes, self.held.hidden_size, itemsize),
-            self.backend.float_workspace(self.held, rows) + 2 * self.backend.int_workspace,
+            graphs_bytes(self.sizes, self.held.hidden_size, self.dtype.itemsize),
+            workspace_bytes(self.held, self.backend, self.most(longest)),
             settings.gpu_memory_utilization or SHARE,
         )
         log.info("memory\n%s", budget)
-        longest = min(settings.max_model_len or self.config.max_model_len, self.config.max_model_len)
         try:
-            return budget.blocks(page, 1 + rows * -(-longest // settings.block_size))
+            return budget.blocks(page, 1 + settings.max_num_seqs * -(-longest // settings.block_size))
         except MemoryError as error:
             raise UsageError(str(error)) from None
 
     def largest_step(self) -> None:
         """As many tokens and rows as a step may have, all of which draw by top_p; without pages."""
-        settings, put = self.settings, self._put
-        ids = put(np.zeros(settings.max_num_batched_tokens, np.int64))
-        hidden = self.model.forward(ids, ids, ids + 1, lambda layer, queries, *kv: torch.empty_like(queries))
-        rows = settings.max_num_seqs
+        put, rows = self._put, self.settings.max_num_seqs
+        hidden = largest_step(self.model, self.settings.max_num_batched_tokens, put)
         slots = SlotSampling(rows)
         slots.temperature[:], slots.top_p[:] = 1.0, 0.9
         how = slots.batch(np.arange(rows, dtype=np.int32), np.ones(rows, np.int64))

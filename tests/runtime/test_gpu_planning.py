@@ -8,6 +8,7 @@ import pytest
 
 from runtime.device.budget import MIB, Budget, graphs_bytes
 from runtime.device.graphs import graph_sizes, size_for
+from runtime.device.warm_up import scratch_batches
 
 BUDGET = Budget(80_000 * MIB, 63_000 * MIB, 16_000 * MIB, 1_500 * MIB, 800 * MIB, 256 * MIB, 0.9)
 
@@ -51,3 +52,11 @@ def test_no_room_is_told_with_the_table_and_the_flag(changed: dict[str, float], 
 def test_graphs_take_more_the_more_there_are() -> None:
     assert graphs_bytes([], 4096, 2) == 0
     assert graphs_bytes([1, 2], 4096, 2) < graphs_bytes([1, 2, 4], 4096, 2)
+
+
+@pytest.mark.parametrize("block_size", [1, 16])
+def test_what_is_run_before_it_is_ready_is_of_every_kind_and_on_scratch(block_size: int) -> None:
+    batches = scratch_batches(block_size)
+    assert [(batch.num_decode, len(batch.slots)) for batch in batches] == [(0, 3), (3, 3), (1, 3)]
+    for batch in batches:
+        assert (batch.kv_cells < block_size).all() and not batch.page_table.any() and len(batch.sample_rows) == 3
