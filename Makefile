@@ -34,8 +34,8 @@ format: $(STAMP) ## rewrite the files in the project's format
 	$(VENV)/bin/ruff check --fix .
 	$(VENV)/bin/ruff format .
 
-gpu-check: ## prove the GPU worker where there is a GPU
-	@echo "nothing to check: this version has no GPU worker (docs/DESIGN.md lists what is not built yet)"
+gpu-check: ## test the GPU worker's host side; where there is a GPU, prove and measure it there
+	$(or $(wildcard $(VENV)/bin/python),python3) -m bench.gpu_check
 
 bench: $(STAMP) ## what a step costs the scheduler alone
 	$(VENV)/bin/python -m proc bench step

@@ -115,6 +115,20 @@ def add_kernels_flags(parser: argparse.ArgumentParser) -> None:
     add("--json", action="store_true", help="only the JSON line")
 
 
+def add_device_flags(parser: argparse.ArgumentParser) -> None:
+    from bench.shapes import SHAPES
+
+    add = parser.add_argument
+    add("--shape", choices=list(SHAPES), default="qwen3-0.6b", help="of the model (default: qwen3-0.6b)")
+    add("--device", choices=("cuda", "cpu"), default="cuda", help="default: cuda")
+    add("--rows", type=positive, nargs="+", default=[1, 16, 64, 256], help="of decode steps (default: 1 16 64 256)")
+    add("--tokens", type=positive, default=96, help="of each answer (default: 96)")
+    add("--prefill", type=positive, default=8192, help="tokens of the prompt that is one step (default: 8192)")
+    layouts = ("3:1", "3:0", "1:1", "3:2", "1:0", "2:1")
+    add("--layouts", nargs="+", choices=layouts, default=["3:1", "3:0", "1:1"], help="--procs:--overlap-depth")
+    add("--json", action="store_true", help="only the JSON line")
+
+
 def add_perplexity_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--model", default="smollm2", help="smollm2, a folder or a .gguf file (default: smollm2)")

@@ -82,13 +82,14 @@ def parser() -> Parser:
 def _add_bench(commands: Any) -> None:
     bench = commands.add_parser(
         "bench",
-        help="measure: bench serving, bench peers, bench overlap, bench http, bench sampler, bench kernels, "
-        "bench perplexity, bench step, bench start",
+        help="measure: bench serving, bench peers, bench overlap, bench device, bench http, bench sampler, "
+        "bench kernels, bench perplexity, bench step, bench start",
     )
     kinds = bench.add_subparsers(dest="bench", required=True, metavar="KIND", parser_class=Parser)
     serving = kinds.add_parser("serving", help="requests against a running server")
     from bench.options import (
         PEERS,
+        add_device_flags,
         add_kernels_flags,
         add_overlap_flags,
         add_peers_flags,
@@ -105,6 +106,9 @@ def _add_bench(commands: Any) -> None:
     overlap = kinds.add_parser("overlap", help="what overlap wins, by mode, on a simulated device")
     add_overlap_flags(overlap)
     overlap.set_defaults(run=_bench_overlap)
+    device = kinds.add_parser("device", help="decode and prefill of a model's shape on the device, with its floors")
+    device.set_defaults(run=_bench_device)
+    add_device_flags(device)
     http = kinds.add_parser("http", help="what a streamed token costs the http process, on a simulated device")
     http.add_argument("--streams", type=positive, default=256, help="at once (default: 256)")
     http.add_argument("--tokens", type=positive, default=256, help="of each stream (default: 256)")
@@ -149,6 +153,12 @@ def _bench_peers(given: argparse.Namespace) -> int:
     from bench.peers import main as peers
 
     return peers(given)
+
+
+def _bench_device(given: argparse.Namespace) -> int:
+    from bench.device import main as device
+
+    return device(given)
 
 
 def _bench_sampler(given: argparse.Namespace) -> int:

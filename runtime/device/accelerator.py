@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any, Protocol, Self
+from typing import Any, Protocol
 
 import torch
 
@@ -24,7 +24,7 @@ class Event(Protocol):
     def synchronize(self) -> None:
         """Sleep until all of that is done."""
 
-    def elapsed_ms(self, later: Self) -> float:
+    def elapsed_ms(self, later: Any) -> float:
         """Between two that are done, by the device's clock."""
 
 
@@ -74,7 +74,7 @@ class CudaEvent:
     def synchronize(self) -> None:
         self._event.synchronize()
 
-    def elapsed_ms(self, later: Self) -> float:
+    def elapsed_ms(self, later: Any) -> float:
         elapsed: float = self._event.elapsed_time(later._event)
         return elapsed
 
