@@ -33,7 +33,7 @@ class FakeEvent:
         assert self.number, "waited for, but never recorded"
         if not self.done:
             self.gpu.waits += 1
-            self.gpu.reached = self.number
+            self.gpu.reached = max(self.gpu.reached, self.number)
 
     def elapsed_ms(self, later: Any) -> float:
         assert self.done and later.done, "the times of what has not happened"
