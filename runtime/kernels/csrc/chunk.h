@@ -60,25 +60,43 @@ INLINE void NAME(refer)(const Chunk *c, int r, float most) {
     for (int d = 0; d < c->width; d += VL) store(out + d, load(out + d) * shrink);
 }
 
-/* The first `size` scores of row `r` become weights. Seen are keys from..to - 1, or all with `whole`. */
-INLINE void NAME(soften)(const Chunk *c, int r, int size, int whole, int from, int to) {
-    float *p = c->scores + r * CHUNK_KEYS;
-    vf high = splat(-INFINITY);
+/* Scores of row `r` that are not of keys from..to - 1 become those of keys that nobody sees. */
+INLINE void NAME(hide)(float *scores, int size, int from, int to) {
     for (int j = 0; j < size; j += VL) {
         vi at = iota() + j;
-        if (!whole) store(p + j, choose((at >= from) & (at < to), load(p + j), splat(-INFINITY)));
-        high = larger(load(p + j), high);
+        store(scores + j, choose((at >= from) & (at < to), load(scores + j), splat(-INFINITY)));
     }
-    float here = largest(high);
-    if (here > c->most[r] + SLACK) NAME(refer)(c, r, here);
-    vf most = splat(c->most[r]), total = load(c->total + r * VL);
+}
+
+INLINE float NAME(largest_of)(const float *scores, int size) {
+    vf high = load(scores);
+    for (int j = VL; j < size; j += VL) high = larger(load(scores + j), high);
+    return largest(high);
+}
+
+/* The first `size` scores of a row become weights against `most`; returns their sums. */
+INLINE vf NAME(soften)(float *p, int size, int whole, float most) {
+    vf total = splat(0.0f);
     for (int j = 0; j < size; j += VL) {
         vf score = load(p + j), weight = exp2v(score - most);
         if (!whole) weight = choose(score == -INFINITY, splat(0.0f), weight);
         store(p + j, weight);
         total += weight;
     }
-    store(c->total + r * VL, total);
+    return total;
+}
+
+/* The first `size` scores of rows from..to - 1 become weights; what stays `whole` has no hidden ones. Largest scores
+ * come first, as a row's weights wait for its own. */
+INLINE void NAME(soften_rows)(const Chunk *c, int from, int to, int size, int whole) {
+    for (int r = from; r < to; r++) {
+        float here = NAME(largest_of)(c->scores + r * CHUNK_KEYS, size);
+        if (here > c->most[r] + SLACK) NAME(refer)(c, r, here);
+    }
+    for (int r = from; r < to; r++) {
+        vf total = NAME(soften)(c->scores + r * CHUNK_KEYS, size, whole, c->most[r]);
+        store(c->total + r * VL, load(c->total + r * VL) + total);
+    }
 }
 
 /* Scores of rows from..to - 1 with the first `count` keys of the block at `begin`, made weights. */
@@ -89,13 +107,15 @@ static void NAME(score_rows)(const Attention *a, const Chunk *c, int from, int t
     for (int j = 0; j < count; j += 2 * TILE)
         multiply(KIND_F32, to - from, c->query + (int64_t)from * dim, dim, (const char *)(c->keys + j * dim),
                  (int64_t)dim * TILE * 4, dim, scores + j, CHUNK_KEYS);
-    for (int r = from; r < to; r++) {
-        int at = c->position + r / group, first = NAME(first_key)(a, at) - begin, end = at + 1 - begin;
-        if (first <= 0 && end >= size)
-            NAME(soften)(c, r, size, 1, 0, size);
-        else
-            NAME(soften)(c, r, size, 0, first, end);
+    if (NAME(first_key)(a, c->position + (to - 1) / group) <= begin && c->position + from / group + 1 - begin >= size) {
+        NAME(soften_rows)(c, from, to, size, 1);
+        return;
     }
+    for (int r = from; r < to; r++) {
+        int at = c->position + r / group;
+        NAME(hide)(c->scores + r * CHUNK_KEYS, size, NAME(first_key)(a, at) - begin, at + 1 - begin);
+    }
+    NAME(soften_rows)(c, from, to, size, 0);
 }
 
 /* Rows from..to - 1 gather the first `count` values by their weights. */
