@@ -210,12 +210,11 @@ static void NAME(join)(const Attention *a, int row, int head) {
 static Attention NAME(attention)(const Model *model, const Step *step, const Layer *layer, const float *qkv, int64_t ld,
                                  float *out, float *parts, int threads) {
     Attention a = {model, step, layer->keys, layer->values, qkv, ld, out, parts, 1, 0, 1, 1, 0};
-    a.queries = NAME(chunk_queries)(model);
     a.scale = 1.0f / sqrtf((float)model->head_dim);
     for (int row = 0; row < step->decode; row++)
         if (NAME(num_parts)(&a, row) > a.most_parts) a.most_parts = NAME(num_parts)(&a, row);
     if (step->decode * a.most_parts >= MANY_TASKS * threads) a.task_heads = model->kv_heads;
-    for (int row = step->decode; row < step->rows; row++) a.blocks += (step->query_lens[row] + a.queries - 1) / a.queries;
+    NAME(cut_chunks)(&a, threads);
     return a;
 }
 

@@ -1,7 +1,7 @@
 /* Attention of chunks: a block of queries with a block of keys at a time, as two small matrix products. Weights are
  * powers of two, told against a reference that follows the largest score at a distance of up to SLACK, so that what
  * was gathered is seldom rescaled. Keys are cut at multiples of CHUNK_KEYS, wherever a chunk or its window begins. */
-enum { CHUNK_KEYS = 4 * TILE, QUERY_ROWS = 192, SLACK = 8 };
+enum { CHUNK_KEYS = 4 * TILE, MOST_ROWS = 384, LEAST_ROWS = 48, SLACK = 8 };
 
 /* What a task works with. A row is a query of one head; those of a position follow one another. */
 typedef struct {
@@ -191,12 +191,24 @@ static void NAME(chunk_task)(const Attention *a, int row, int head, int token, i
     NAME(end_rows)(a, &c, token);
 }
 
-static inline int NAME(chunk_queries)(const Model *m) {
+/* Queries of a task whose rows are `rows`. */
+static inline int NAME(chunk_queries)(const Model *m, int rows) {
     int group = m->heads / m->kv_heads;
-    return QUERY_ROWS / group > 0 ? QUERY_ROWS / group : 1;
+    return rows / group > 0 ? rows / group : 1;
 }
 
 static int64_t NAME(chunk_floats)(const Model *m) {
     Chunk c;
-    return NAME(chunk_room)(m, NAME(chunk_queries)(m) * (m->heads / m->kv_heads), NULL, &c);
+    return NAME(chunk_room)(m, NAME(chunk_queries)(m, MOST_ROWS) * (m->heads / m->kv_heads), NULL, &c);
+}
+
+/* Large blocks of queries, which share the packing of keys, unless that leaves threads without work. */
+static void NAME(cut_chunks)(Attention *a, int threads) {
+    const Step *step = a->step;
+    for (int rows = MOST_ROWS; rows >= LEAST_ROWS; rows /= 2) {
+        a->queries = NAME(chunk_queries)(a->model, rows), a->blocks = 0;
+        for (int row = step->decode; row < step->rows; row++)
+            a->blocks += (step->query_lens[row] + a->queries - 1) / a->queries;
+        if (a->blocks * a->model->kv_heads >= MANY_TASKS * threads) return;
+    }
 }
