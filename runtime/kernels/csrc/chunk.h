@@ -103,10 +103,9 @@ INLINE void NAME(soften_rows)(const Chunk *c, int from, int to, int size, int wh
 static void NAME(score_rows)(const Attention *a, const Chunk *c, int from, int to, int begin, int count) {
     int dim = a->model->head_dim, group = a->model->heads / a->model->kv_heads, size = (count + VL - 1) / VL * VL;
     float *scores = c->scores + from * CHUNK_KEYS;
-    memset(scores, 0, (size_t)(to - from) * CHUNK_KEYS * sizeof(float));
     for (int j = 0; j < count; j += 2 * TILE)
         multiply(KIND_F32, to - from, c->query + (int64_t)from * dim, dim, (const char *)(c->keys + j * dim),
-                 (int64_t)dim * TILE * 4, dim, scores + j, CHUNK_KEYS);
+                 (int64_t)dim * TILE * 4, dim, scores + j, CHUNK_KEYS, 1);
     if (NAME(first_key)(a, c->position + (to - 1) / group) <= begin && c->position + from / group + 1 - begin >= size) {
         NAME(soften_rows)(c, from, to, size, 1);
         return;
@@ -123,7 +122,7 @@ static void NAME(weigh_rows)(const Chunk *c, int from, int to, int count) {
     for (int d = 0; d < c->width; d += 2 * TILE)
         multiply(KIND_F32, to - from, c->scores + from * CHUNK_KEYS, CHUNK_KEYS,
                  (const char *)(c->values + d * CHUNK_KEYS), CHUNK_KEYS * TILE * 4, count,
-                 c->out + (int64_t)from * c->width + d, c->width);
+                 c->out + (int64_t)from * c->width + d, c->width, 0);
 }
 
 /* A block of keys with the rows that see any of it, as many at a time as the registers hold, up to the last key that

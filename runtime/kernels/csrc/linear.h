@@ -36,16 +36,17 @@ INLINE void NAME(add_products)(int rows, int columns, const float *x, int64_t ld
     }
 }
 
-/* acc[r][c] += sum over k of x[r][k] * w[k][c], for `rows` rows and `tiles` tiles whose weights lie `step` apart. */
+/* out[r][c] += sum over k of x[r][k] * w[k][c], for `rows` rows and `tiles` tiles whose weights lie `step` apart; what
+ * is `fresh` was nothing before. */
 INLINE void NAME(pass)(int kind, int rows, int tiles, const float *x, int64_t ldx, const char *w, int64_t step, int k,
-                       float *out, int64_t ldo) {
+                       float *out, int64_t ldo, int fresh) {
     vf acc[ROWS_MOST][COLUMNS_MOST], weight[COLUMNS_MOST];
     vu lanes[COLUMNS_MOST];
     int inputs = NAME(inputs_of_line)(kind), columns = tiles * VECTORS;
 #pragma GCC unroll 16
     for (int r = 0; r < rows; r++)
 #pragma GCC unroll 8
-        for (int c = 0; c < columns; c++) acc[r][c] = load(out + r * ldo + c * VL);
+        for (int c = 0; c < columns; c++) acc[r][c] = fresh ? splat(0.0f) : load(out + r * ldo + c * VL);
     for (int i = 0; i < k; i += inputs, w += TILE * 4) {
         if (rows <= FEW_ROWS)
             for (int t = 0; t < tiles; t++) __builtin_prefetch(w + t * step + AHEAD);
@@ -65,9 +66,9 @@ INLINE void NAME(pass)(int kind, int rows, int tiles, const float *x, int64_t ld
 }
 
 #define CASE(r, tiles)                                                                                                 \
-    case r: NAME(pass)(kind, r, tiles, x, ldx, w, step, k, out, ldo); break;
+    case r: NAME(pass)(kind, r, tiles, x, ldx, w, step, k, out, ldo, fresh); break;
 INLINE void NAME(pass_pair)(int kind, int rows, const float *x, int64_t ldx, const char *w, int64_t step, int k,
-                            float *out, int64_t ldo) {
+                            float *out, int64_t ldo, int fresh) {
     switch (rows) {
         CASE(1, 2)
 #if VL >= 8
@@ -80,7 +81,7 @@ INLINE void NAME(pass_pair)(int kind, int rows, const float *x, int64_t ldx, con
 }
 
 INLINE void NAME(pass_one)(int kind, int rows, const float *x, int64_t ldx, const char *w, int64_t step, int k,
-                           float *out, int64_t ldo) {
+                           float *out, int64_t ldo, int fresh) {
     switch (rows) {
 #if VL <= 8
         CASE(1, 1) CASE(2, 1) CASE(3, 1)
@@ -92,27 +93,28 @@ INLINE void NAME(pass_one)(int kind, int rows, const float *x, int64_t ldx, cons
 }
 #undef CASE
 
-/* Rows against one pair of tiles: out[r][0..31] += x[r] . w, in passes of as many rows as the registers hold. */
+/* Rows against one pair of tiles: out[r][0..31] += x[r] . w, or = where `fresh`, in passes of as many rows as the
+ * registers hold. */
 INLINE void NAME(multiply_kind)(int kind, int rows, const float *x, int64_t ldx, const char *w, int64_t step, int k,
-                                float *out, int64_t ldo) {
+                                float *out, int64_t ldo, int fresh) {
     while (rows > 0) {
         int pair = ROWS_ONE == 0 || (rows <= ROWS_PAIR), most = pair ? ROWS_PAIR : ROWS_ONE;
         int now = rows < most ? rows : most;
         if (pair)
-            NAME(pass_pair)(kind, now, x, ldx, w, step, k, out, ldo);
+            NAME(pass_pair)(kind, now, x, ldx, w, step, k, out, ldo, fresh);
         else
             for (int half = 0; half < 2; half++)
-                NAME(pass_one)(kind, now, x, ldx, w + half * step, step, k, out + half * TILE, ldo);
+                NAME(pass_one)(kind, now, x, ldx, w + half * step, step, k, out + half * TILE, ldo, fresh);
         rows -= now, x += now * ldx, out += now * ldo;
     }
 }
 
 static void NAME(multiply)(int kind, int rows, const float *x, int64_t ldx, const char *w, int64_t step, int k,
-                           float *out, int64_t ldo) {
+                           float *out, int64_t ldo, int fresh) {
     if (kind == KIND_F32)
-        NAME(multiply_kind)(KIND_F32, rows, x, ldx, w, step, k, out, ldo);
+        NAME(multiply_kind)(KIND_F32, rows, x, ldx, w, step, k, out, ldo, fresh);
     else
-        NAME(multiply_kind)(KIND_BF16, rows, x, ldx, w, step, k, out, ldo);
+        NAME(multiply_kind)(KIND_BF16, rows, x, ldx, w, step, k, out, ldo, fresh);
 }
 #define multiply NAME(multiply)
 
@@ -134,16 +136,15 @@ static void NAME(linear_pair)(const Linear *layer, int pair, const float *x, int
     int rows = to - from, widens = layer->kind == KIND_BF16 && rows >= MANY_ROWS, size = widens ? WIDE_BLOCK : K_BLOCK;
     int64_t bytes = tile_bytes(layer->kind, layer->k);
     const char *tiles = (const char *)layer->data + 2 * pair * bytes;
-    memset(buffer, 0, (size_t)rows * 2 * TILE * sizeof(float));
     for (int k = 0; k < layer->k; k += size) {
         int now = layer->k - k < size ? layer->k - k : size;
         const char *block = tiles + tile_bytes(layer->kind, k);
         if (widens) {
             for (int half = 0; half < 2; half++) NAME(widen)(block + half * bytes, now, wide + half * WIDE_BLOCK * TILE);
             multiply(KIND_F32, rows, x + from * ldx + k, ldx, (const char *)wide, WIDE_BLOCK * TILE * 4, now, buffer,
-                     2 * TILE);
+                     2 * TILE, k == 0);
         } else
-            multiply(layer->kind, rows, x + from * ldx + k, ldx, block, bytes, now, buffer, 2 * TILE);
+            multiply(layer->kind, rows, x + from * ldx + k, ldx, block, bytes, now, buffer, 2 * TILE, k == 0);
     }
 }
 #define linear_pair NAME(linear_pair)
@@ -176,17 +177,18 @@ static void NAME(finish)(const Linear *layer, int pair, int from, int to, const 
 
 static inline int NAME(pairs)(const Linear *layer) { return (layer->n + 2 * TILE - 1) / (2 * TILE); }
 
-/* A stage: every pair of tiles with every block of rows is a task. Coded layers make `codes` of their inputs first. */
+/* A stage: every pair of tiles with every block of rows is a task; inputs are more than a pair's weights, so they are
+ * what stays in the cache from one task to the next. Coded layers make `codes` of their inputs first. */
 static void NAME(linear_stage)(Team *team, char *mine, const Linear *layer, const float *x, int64_t ldx, int rows,
                                int how, float *out, int64_t ldo, int8_t *codes) {
-    int blocks = (rows + ROW_BLOCK - 1) / ROW_BLOCK, tasks = NAME(pairs)(layer) * blocks;
+    int pairs = NAME(pairs)(layer), tasks = (rows + ROW_BLOCK - 1) / ROW_BLOCK * pairs;
     float *buffer = (float *)mine, *wide = buffer + ROW_BLOCK * 2 * TILE;
     if (is_coded(layer->kind)) {
         NAME(code_stage)(team, x, ldx, rows, layer->k, codes);
         meet(team);
     }
     for (int task = take(team); task < tasks; task = take(team)) {
-        int pair = task / blocks, from = task % blocks * ROW_BLOCK, to = from + ROW_BLOCK < rows ? from + ROW_BLOCK : rows;
+        int pair = task % pairs, from = task / pairs * ROW_BLOCK, to = from + ROW_BLOCK < rows ? from + ROW_BLOCK : rows;
         if (is_coded(layer->kind))
             NAME(coded_pair)(layer, pair, codes, from, to, buffer);
         else
