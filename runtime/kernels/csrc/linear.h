@@ -1,7 +1,7 @@
 /* Packed linear layers. An element of the output is one chain over K, whatever the number of rows: a step's first
  * thought is the memory of the weights, which are read once for all rows of a block of up to ROW_BLOCK. */
-enum { VECTORS = TILE / VL, ROW_BLOCK = 192, K_BLOCK = 2048, MANY_ROWS = 12, WIDE_BLOCK = 64 };
-enum { LINEAR_ROOM = (ROW_BLOCK + WIDE_BLOCK) * 2 * TILE }; /* floats of a thread */
+enum { VECTORS = TILE / VL, ROW_BLOCK = 192, K_BLOCK = 2048 };
+enum { LINEAR_ROOM = ROW_BLOCK * 2 * TILE }; /* floats of a thread */
 /* Few rows wait for the memory of the weights, which is asked for AHEAD bytes early (measured: bench/LOG.md). */
 enum { FEW_ROWS = 6, AHEAD = 1024 };
 /* Rows that one pass over the weights takes, with both tiles of a pair and with one: what the registers hold. */
@@ -118,33 +118,15 @@ static void NAME(multiply)(int kind, int rows, const float *x, int64_t ldx, cons
 }
 #define multiply NAME(multiply)
 
-/* `k` inputs of one tile of bfloat16 as float: the same numbers in the same order. Asks for the block that comes next. */
-static void NAME(widen)(const char *tile, int k, float *out) {
-    for (int i = 0; i < k; i += 2, tile += TILE * 4) {
-        __builtin_prefetch(tile + tile_bytes(KIND_BF16, WIDE_BLOCK));
-        for (int c = 0; c < VECTORS; c++) {
-            vu lanes = *(const vuu *)(tile + c * VL * 4);
-            for (int j = 0; j < 2; j++) store(out + (i + j) * TILE + c * VL, NAME(weight_in)(KIND_BF16, lanes, j));
-        }
-    }
-}
-
-/* Rows from..to of x against pair `pair` of a layer, into buffer[to - from][2 * TILE]; `wide` is room for a block of
- * weights in float, which many rows share. */
+/* Rows from..to of x against pair `pair` of a layer, into buffer[to - from][2 * TILE]. */
 static void NAME(linear_pair)(const Linear *layer, int pair, const float *x, int64_t ldx, int from, int to,
-                              float *buffer, float *wide) {
-    int rows = to - from, widens = layer->kind == KIND_BF16 && rows >= MANY_ROWS, size = widens ? WIDE_BLOCK : K_BLOCK;
+                              float *buffer) {
     int64_t bytes = tile_bytes(layer->kind, layer->k);
     const char *tiles = (const char *)layer->data + 2 * pair * bytes;
-    for (int k = 0; k < layer->k; k += size) {
-        int now = layer->k - k < size ? layer->k - k : size;
-        const char *block = tiles + tile_bytes(layer->kind, k);
-        if (widens) {
-            for (int half = 0; half < 2; half++) NAME(widen)(block + half * bytes, now, wide + half * WIDE_BLOCK * TILE);
-            multiply(KIND_F32, rows, x + from * ldx + k, ldx, (const char *)wide, WIDE_BLOCK * TILE * 4, now, buffer,
-                     2 * TILE, k == 0);
-        } else
-            multiply(layer->kind, rows, x + from * ldx + k, ldx, block, bytes, now, buffer, 2 * TILE, k == 0);
+    for (int k = 0; k < layer->k; k += K_BLOCK) {
+        int now = layer->k - k < K_BLOCK ? layer->k - k : K_BLOCK;
+        multiply(layer->kind, to - from, x + from * ldx + k, ldx, tiles + tile_bytes(layer->kind, k), bytes, now, buffer,
+                 2 * TILE, k == 0);
     }
 }
 #define linear_pair NAME(linear_pair)
@@ -182,7 +164,7 @@ static inline int NAME(pairs)(const Linear *layer) { return (layer->n + 2 * TILE
 static void NAME(linear_stage)(Team *team, char *mine, const Linear *layer, const float *x, int64_t ldx, int rows,
                                int how, float *out, int64_t ldo, int8_t *codes) {
     int pairs = NAME(pairs)(layer), tasks = (rows + ROW_BLOCK - 1) / ROW_BLOCK * pairs;
-    float *buffer = (float *)mine, *wide = buffer + ROW_BLOCK * 2 * TILE;
+    float *buffer = (float *)mine;
     if (is_coded(layer->kind)) {
         NAME(code_stage)(team, x, ldx, rows, layer->k, codes);
         meet(team);
@@ -192,7 +174,7 @@ static void NAME(linear_stage)(Team *team, char *mine, const Linear *layer, cons
         if (is_coded(layer->kind))
             NAME(coded_pair)(layer, pair, codes, from, to, buffer);
         else
-            linear_pair(layer, pair, x, ldx, from, to, buffer, wide);
+            linear_pair(layer, pair, x, ldx, from, to, buffer);
         NAME(finish)(layer, pair, from, to, buffer, how, out, ldo);
     }
 }
