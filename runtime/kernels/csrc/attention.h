@@ -1,7 +1,7 @@
 /* Attention over paged keys and values. Softmax is taken online, block of keys by block of keys (Milakov and
  * Gimelshein 2018; FlashAttention, Dao et al. 2022). A decode row's keys are cut into parts of PART, whatever the
  * number of threads, which are joined in order (Flash-Decoding, Dao et al. 2023). */
-enum { KEYS = 2 * TILE, QUERY_ROWS = 96, MANY_TASKS = 4 }; /* of a thread */
+enum { KEYS = 2 * TILE, MANY_TASKS = 4 }; /* of a thread */
 
 typedef struct {
     const Model *model;
@@ -16,11 +16,6 @@ typedef struct {
     float scale;
 } NAME(Attention);
 #define Attention NAME(Attention)
-
-static inline int64_t NAME(cell)(const Attention *a, int row, int position) {
-    int size = a->model->block_size;
-    return (int64_t)a->step->page_table[(int64_t)row * a->step->pages + position / size] * size + position % size;
-}
 
 static inline int NAME(first_key)(const Attention *a, int position) {
     int window = a->model->window;
@@ -115,8 +110,12 @@ INLINE void NAME(weigh)(const float *p, const float *values, int count, int dim,
 
 /* Where the keys of `count` positions begin, of KV head `head`. */
 INLINE void NAME(find_block)(const Attention *a, int row, int head, int begin, int count, int64_t *at) {
-    for (int j = 0; j < count; j++)
-        at[j] = (NAME(cell)(a, row, begin + j) * a->model->kv_heads + head) * a->model->head_dim;
+    const Model *m = a->model;
+    int64_t each = (int64_t)m->kv_heads * m->head_dim;
+    const int32_t *page = a->step->page_table + (int64_t)row * a->step->pages + begin / m->block_size;
+    for (int j = 0, offset = begin % m->block_size; j < count; page++, offset = 0)
+        for (int64_t cell = (int64_t)*page * m->block_size; offset < m->block_size && j < count; offset++)
+            at[j++] = (cell + offset) * each + head * m->head_dim;
 }
 
 /* One block of keys and values, [count][dim], added to what a KV head's queries have gathered. */
@@ -206,91 +205,16 @@ static void NAME(join)(const Attention *a, int row, int head) {
     }
 }
 
-/* A block of keys as [dim][TILE] twice, and of values as tiles [KEYS][TILE], in float; what is not there is 0. */
-static void NAME(pack_block)(const Attention *a, int row, int head, int begin, int count, float *keys, float *values) {
-    const Model *m = a->model;
-    int dim = m->head_dim, tiles = (dim + TILE - 1) / TILE;
-    memset(keys, 0, (size_t)dim * KEYS * sizeof(float));
-    memset(values, 0, (size_t)tiles * TILE * KEYS * sizeof(float));
-    for (int j = 0; j < count; j++) {
-        int64_t at = (NAME(cell)(a, row, begin + j) * m->kv_heads + head) * dim;
-        float *column = keys + (int64_t)(j / TILE) * dim * TILE + j % TILE;
-        int d = 0;
-        for (; d + VL <= dim; d += VL) {
-            vf key = load_kind(a->keys, m->kv_kind, at + d);
-            for (int i = 0; i < VL; i++) column[(d + i) * TILE] = key[i];
-            store(values + (int64_t)(d / TILE) * KEYS * TILE + j * TILE + d % TILE, load_kind(a->values, m->kv_kind, at + d));
-        }
-        for (; d < dim; d++) {
-            column[d * TILE] = NAME(scalar)(a->keys, m->kv_kind, at + d);
-            values[(int64_t)(d / TILE) * KEYS * TILE + j * TILE + d % TILE] = NAME(scalar)(a->values, m->kv_kind, at + d);
-        }
-    }
-}
-
-/* The softmax of one row's scores, online: p in place, what was gathered so far shrunk. Seen are keys
- * from..to - 1. */
-INLINE void NAME(soften)(float *p, int from, int to, float scale, float *most, float *total, float *out, int width) {
-    float before = *most;
-    vf all;
-    NAME(weights_of)(p, from, to, scale, most, &all);
-    if (*most > before) {
-        float shrink = expf(before - *most);
-        *total *= shrink;
-        for (int d = 0; d < width; d += VL) store(out + d, load(out + d) * shrink);
-    }
-    *total += sum(all);
-}
-
-/* `count` queries of a chunk row from token `token`, at `position`, with one KV head: rows of a small matrix. */
-static void NAME(chunk_task)(const Attention *a, int row, int head, int token, int position, int count, float *mine) {
-    const Model *m = a->model;
-    int dim = m->head_dim, group = m->heads / m->kv_heads, tiles = (dim + 2 * TILE - 1) / (2 * TILE) * 2, width = tiles * TILE;
-    int rows = count * group, last = position + count;
-    float *query = mine, *scores = query + (int64_t)rows * dim, *out = scores + rows * KEYS;
-    float *keys = out + (int64_t)rows * width, *values = keys + dim * KEYS, *most = values + width * KEYS, *total = most + rows;
-    for (int r = 0; r < rows; r++) {
-        memcpy(query + (int64_t)r * dim, a->qkv + (token + r / group) * a->ld + (int64_t)(head * group + r % group) * dim,
-               (size_t)dim * sizeof(float));
-        most[r] = -INFINITY, total[r] = 0;
-    }
-    memset(out, 0, (size_t)rows * width * sizeof(float));
-    memset(values, 0, (size_t)width * KEYS * sizeof(float));
-    for (int begin = NAME(first_key)(a, position) / KEYS * KEYS; begin < last; begin += KEYS) {
-        int there = last - begin < KEYS ? last - begin : KEYS;
-        NAME(pack_block)(a, row, head, begin, there, keys, values);
-        memset(scores, 0, (size_t)rows * KEYS * sizeof(float));
-        multiply(KIND_F32, rows, query, dim, (const char *)keys, (int64_t)dim * TILE * 4, dim, scores, KEYS);
-        for (int r = 0; r < rows; r++) {
-            int at = position + r / group, from = NAME(first_key)(a, at) - begin, to = at + 1 - begin;
-            NAME(soften)(scores + r * KEYS, from, to, a->scale, most + r, total + r, out + (int64_t)r * width, width);
-        }
-        for (int t = 0; t < tiles; t += 2)
-            multiply(KIND_F32, rows, scores, KEYS, (const char *)(values + (int64_t)t * KEYS * TILE), KEYS * TILE * 4, there,
-                     out + t * TILE, width);
-    }
-    for (int r = 0; r < rows; r++)
-        for (int d = 0; d < dim; d++)
-            a->out[((int64_t)(token + r / group) * m->heads + head * group + r % group) * dim + d] =
-                out[(int64_t)r * width + d] / total[r];
-}
-
-static inline int64_t NAME(chunk_floats)(const Model *m) {
-    int group = m->heads / m->kv_heads, queries = QUERY_ROWS / group > 0 ? QUERY_ROWS / group : 1, rows = queries * group;
-    int width = (m->head_dim + 2 * TILE - 1) / (2 * TILE) * 2 * TILE;
-    return (int64_t)rows * (m->head_dim + KEYS + width + 2) + (int64_t)KEYS * (m->head_dim + width);
-}
+#include "chunk.h"
 
 static Attention NAME(attention)(const Model *model, const Step *step, const Layer *layer, const float *qkv, int64_t ld,
                                  float *out, float *parts, int threads) {
-    int group = model->heads / model->kv_heads;
     Attention a = {model, step, layer->keys, layer->values, qkv, ld, out, parts, 1, 0, 1, 1, 0};
-    a.queries = QUERY_ROWS / group > 0 ? QUERY_ROWS / group : 1;
     a.scale = 1.0f / sqrtf((float)model->head_dim);
     for (int row = 0; row < step->decode; row++)
         if (NAME(num_parts)(&a, row) > a.most_parts) a.most_parts = NAME(num_parts)(&a, row);
     if (step->decode * a.most_parts >= MANY_TASKS * threads) a.task_heads = model->kv_heads;
-    for (int row = step->decode; row < step->rows; row++) a.blocks += (step->query_lens[row] + a.queries - 1) / a.queries;
+    NAME(cut_chunks)(&a, threads);
     return a;
 }
 

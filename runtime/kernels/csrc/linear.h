@@ -1,7 +1,7 @@
 /* Packed linear layers. An element of the output is one chain over K, whatever the number of rows: a step's first
  * thought is the memory of the weights, which are read once for all rows of a block of up to ROW_BLOCK. */
-enum { VECTORS = TILE / VL, ROW_BLOCK = 192, K_BLOCK = 2048, MANY_ROWS = 12, WIDE_BLOCK = 64 };
-enum { LINEAR_ROOM = (ROW_BLOCK + WIDE_BLOCK) * 2 * TILE }; /* floats of a thread */
+enum { VECTORS = TILE / VL, ROW_BLOCK = 192, K_BLOCK = 2048 };
+enum { LINEAR_ROOM = ROW_BLOCK * 2 * TILE }; /* floats of a thread */
 /* Few rows wait for the memory of the weights, which is asked for AHEAD bytes early (measured: bench/LOG.md). */
 enum { FEW_ROWS = 6, AHEAD = 1024 };
 /* Rows that one pass over the weights takes, with both tiles of a pair and with one: what the registers hold. */
@@ -36,16 +36,17 @@ INLINE void NAME(add_products)(int rows, int columns, const float *x, int64_t ld
     }
 }
 
-/* acc[r][c] += sum over k of x[r][k] * w[k][c], for `rows` rows and `tiles` tiles whose weights lie `step` apart. */
+/* out[r][c] += sum over k of x[r][k] * w[k][c], for `rows` rows and `tiles` tiles whose weights lie `step` apart; what
+ * is `fresh` was nothing before. */
 INLINE void NAME(pass)(int kind, int rows, int tiles, const float *x, int64_t ldx, const char *w, int64_t step, int k,
-                       float *out, int64_t ldo) {
+                       float *out, int64_t ldo, int fresh) {
     vf acc[ROWS_MOST][COLUMNS_MOST], weight[COLUMNS_MOST];
     vu lanes[COLUMNS_MOST];
     int inputs = NAME(inputs_of_line)(kind), columns = tiles * VECTORS;
 #pragma GCC unroll 16
     for (int r = 0; r < rows; r++)
 #pragma GCC unroll 8
-        for (int c = 0; c < columns; c++) acc[r][c] = load(out + r * ldo + c * VL);
+        for (int c = 0; c < columns; c++) acc[r][c] = fresh ? splat(0.0f) : load(out + r * ldo + c * VL);
     for (int i = 0; i < k; i += inputs, w += TILE * 4) {
         if (rows <= FEW_ROWS)
             for (int t = 0; t < tiles; t++) __builtin_prefetch(w + t * step + AHEAD);
@@ -65,9 +66,9 @@ INLINE void NAME(pass)(int kind, int rows, int tiles, const float *x, int64_t ld
 }
 
 #define CASE(r, tiles)                                                                                                 \
-    case r: NAME(pass)(kind, r, tiles, x, ldx, w, step, k, out, ldo); break;
+    case r: NAME(pass)(kind, r, tiles, x, ldx, w, step, k, out, ldo, fresh); break;
 INLINE void NAME(pass_pair)(int kind, int rows, const float *x, int64_t ldx, const char *w, int64_t step, int k,
-                            float *out, int64_t ldo) {
+                            float *out, int64_t ldo, int fresh) {
     switch (rows) {
         CASE(1, 2)
 #if VL >= 8
@@ -80,7 +81,7 @@ INLINE void NAME(pass_pair)(int kind, int rows, const float *x, int64_t ldx, con
 }
 
 INLINE void NAME(pass_one)(int kind, int rows, const float *x, int64_t ldx, const char *w, int64_t step, int k,
-                           float *out, int64_t ldo) {
+                           float *out, int64_t ldo, int fresh) {
     switch (rows) {
 #if VL <= 8
         CASE(1, 1) CASE(2, 1) CASE(3, 1)
@@ -92,58 +93,40 @@ INLINE void NAME(pass_one)(int kind, int rows, const float *x, int64_t ldx, cons
 }
 #undef CASE
 
-/* Rows against one pair of tiles: out[r][0..31] += x[r] . w, in passes of as many rows as the registers hold. */
+/* Rows against one pair of tiles: out[r][0..31] += x[r] . w, or = where `fresh`, in passes of as many rows as the
+ * registers hold. */
 INLINE void NAME(multiply_kind)(int kind, int rows, const float *x, int64_t ldx, const char *w, int64_t step, int k,
-                                float *out, int64_t ldo) {
+                                float *out, int64_t ldo, int fresh) {
     while (rows > 0) {
         int pair = ROWS_ONE == 0 || (rows <= ROWS_PAIR), most = pair ? ROWS_PAIR : ROWS_ONE;
         int now = rows < most ? rows : most;
         if (pair)
-            NAME(pass_pair)(kind, now, x, ldx, w, step, k, out, ldo);
+            NAME(pass_pair)(kind, now, x, ldx, w, step, k, out, ldo, fresh);
         else
             for (int half = 0; half < 2; half++)
-                NAME(pass_one)(kind, now, x, ldx, w + half * step, step, k, out + half * TILE, ldo);
+                NAME(pass_one)(kind, now, x, ldx, w + half * step, step, k, out + half * TILE, ldo, fresh);
         rows -= now, x += now * ldx, out += now * ldo;
     }
 }
 
 static void NAME(multiply)(int kind, int rows, const float *x, int64_t ldx, const char *w, int64_t step, int k,
-                           float *out, int64_t ldo) {
+                           float *out, int64_t ldo, int fresh) {
     if (kind == KIND_F32)
-        NAME(multiply_kind)(KIND_F32, rows, x, ldx, w, step, k, out, ldo);
+        NAME(multiply_kind)(KIND_F32, rows, x, ldx, w, step, k, out, ldo, fresh);
     else
-        NAME(multiply_kind)(KIND_BF16, rows, x, ldx, w, step, k, out, ldo);
+        NAME(multiply_kind)(KIND_BF16, rows, x, ldx, w, step, k, out, ldo, fresh);
 }
 #define multiply NAME(multiply)
 
-/* `k` inputs of one tile of bfloat16 as float: the same numbers in the same order. Asks for the block that comes next. */
-static void NAME(widen)(const char *tile, int k, float *out) {
-    for (int i = 0; i < k; i += 2, tile += TILE * 4) {
-        __builtin_prefetch(tile + tile_bytes(KIND_BF16, WIDE_BLOCK));
-        for (int c = 0; c < VECTORS; c++) {
-            vu lanes = *(const vuu *)(tile + c * VL * 4);
-            for (int j = 0; j < 2; j++) store(out + (i + j) * TILE + c * VL, NAME(weight_in)(KIND_BF16, lanes, j));
-        }
-    }
-}
-
-/* Rows from..to of x against pair `pair` of a layer, into buffer[to - from][2 * TILE]; `wide` is room for a block of
- * weights in float, which many rows share. */
+/* Rows from..to of x against pair `pair` of a layer, into buffer[to - from][2 * TILE]. */
 static void NAME(linear_pair)(const Linear *layer, int pair, const float *x, int64_t ldx, int from, int to,
-                              float *buffer, float *wide) {
-    int rows = to - from, widens = layer->kind == KIND_BF16 && rows >= MANY_ROWS, size = widens ? WIDE_BLOCK : K_BLOCK;
+                              float *buffer) {
     int64_t bytes = tile_bytes(layer->kind, layer->k);
     const char *tiles = (const char *)layer->data + 2 * pair * bytes;
-    memset(buffer, 0, (size_t)rows * 2 * TILE * sizeof(float));
-    for (int k = 0; k < layer->k; k += size) {
-        int now = layer->k - k < size ? layer->k - k : size;
-        const char *block = tiles + tile_bytes(layer->kind, k);
-        if (widens) {
-            for (int half = 0; half < 2; half++) NAME(widen)(block + half * bytes, now, wide + half * WIDE_BLOCK * TILE);
-            multiply(KIND_F32, rows, x + from * ldx + k, ldx, (const char *)wide, WIDE_BLOCK * TILE * 4, now, buffer,
-                     2 * TILE);
-        } else
-            multiply(layer->kind, rows, x + from * ldx + k, ldx, block, bytes, now, buffer, 2 * TILE);
+    for (int k = 0; k < layer->k; k += K_BLOCK) {
+        int now = layer->k - k < K_BLOCK ? layer->k - k : K_BLOCK;
+        multiply(layer->kind, to - from, x + from * ldx + k, ldx, tiles + tile_bytes(layer->kind, k), bytes, now, buffer,
+                 2 * TILE, k == 0);
     }
 }
 #define linear_pair NAME(linear_pair)
@@ -176,21 +159,22 @@ static void NAME(finish)(const Linear *layer, int pair, int from, int to, const 
 
 static inline int NAME(pairs)(const Linear *layer) { return (layer->n + 2 * TILE - 1) / (2 * TILE); }
 
-/* A stage: every pair of tiles with every block of rows is a task. Coded layers make `codes` of their inputs first. */
+/* A stage: every pair of tiles with every block of rows is a task; inputs are more than a pair's weights, so they are
+ * what stays in the cache from one task to the next. Coded layers make `codes` of their inputs first. */
 static void NAME(linear_stage)(Team *team, char *mine, const Linear *layer, const float *x, int64_t ldx, int rows,
                                int how, float *out, int64_t ldo, int8_t *codes) {
-    int blocks = (rows + ROW_BLOCK - 1) / ROW_BLOCK, tasks = NAME(pairs)(layer) * blocks;
-    float *buffer = (float *)mine, *wide = buffer + ROW_BLOCK * 2 * TILE;
+    int pairs = NAME(pairs)(layer), tasks = (rows + ROW_BLOCK - 1) / ROW_BLOCK * pairs;
+    float *buffer = (float *)mine;
     if (is_coded(layer->kind)) {
         NAME(code_stage)(team, x, ldx, rows, layer->k, codes);
         meet(team);
     }
     for (int task = take(team); task < tasks; task = take(team)) {
-        int pair = task / blocks, from = task % blocks * ROW_BLOCK, to = from + ROW_BLOCK < rows ? from + ROW_BLOCK : rows;
+        int pair = task % pairs, from = task / pairs * ROW_BLOCK, to = from + ROW_BLOCK < rows ? from + ROW_BLOCK : rows;
         if (is_coded(layer->kind))
             NAME(coded_pair)(layer, pair, codes, from, to, buffer);
         else
-            linear_pair(layer, pair, x, ldx, from, to, buffer, wide);
+            linear_pair(layer, pair, x, ldx, from, to, buffer);
         NAME(finish)(layer, pair, from, to, buffer, how, out, ldo);
     }
 }

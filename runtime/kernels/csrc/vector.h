@@ -126,18 +126,32 @@ INLINE vi iota(void) {
     return lanes;
 }
 
-/* Neighbours `half` apart added: of `a` in the lanes without the bit `half`, of `b` in those with it. */
-INLINE vf halves(vf a, vf b, int half) {
+/* Of two vectors the lanes without the bit `half` (`odd`: with it), those of `b` moved to the lanes with the bit. */
+INLINE vf mix(vf a, vf b, int half, int odd) {
 #if defined(__clang__)
     vf r;
-    for (int i = 0; i < VL; i++) r[i] = i & half ? b[i - half] + b[i] : a[i] + a[i + half];
+    for (int i = 0; i < VL; i++) r[i] = i & half ? b[odd ? i : i - half] : a[odd ? i + half : i];
     return r;
 #else
     vi low = iota(), with = (low & half) != 0;
-    low += with & (VL - half);
-    return __builtin_shuffle(a, b, low) + __builtin_shuffle(a, b, low + half);
+    return __builtin_shuffle(a, b, low + (with & (VL - half)) + (odd ? half : 0));
 #endif
 }
+
+/* Lane j of x[i] and lane i of x[j] change places. */
+INLINE void transpose(vf *x) {
+#pragma GCC unroll 4
+    for (int half = 1; half < VL; half *= 2)
+#pragma GCC unroll 16
+        for (int i = 0; i < VL; i++)
+            if (!(i & half)) {
+                vf a = x[i], b = x[i + half];
+                x[i] = mix(a, b, half, 0), x[i + half] = mix(a, b, half, 1);
+            }
+}
+
+/* Neighbours `half` apart added: of `a` in the lanes without the bit `half`, of `b` in those with it. */
+INLINE vf halves(vf a, vf b, int half) { return mix(a, b, half, 0) + mix(a, b, half, 1); }
 
 /* Lane i is the sum of the lanes of x[i]: a tree over all VL vectors at once. Overwrites x. */
 INLINE vf sums(vf *x) {
@@ -162,4 +176,16 @@ INLINE vf expv(vf x) {
     p = p * r + 5.0000001201e-1f;
     p = p * (r * r) + r + 1.0f;
     return choose(x < -87.0f, splat(0.0f), p * (vf)((whole + 127) << 23));
+}
+
+/* 2^x within 3e-7 of itself, x below 128; 2^-100 below -100. NaN stays NaN. A degree 5 polynomial, fitted to relative
+ * errors; the sum with 3 * 2^22 + 127 has the exponent in its lowest bits. */
+INLINE vf exp2v(vf x) {
+    vf clamped = larger(splat(-100.0f), x), shifted = clamped + 12583039.0f, r = clamped - (shifted - 12583039.0f);
+    vf p = r * 1.327647245e-3f + 9.675540961e-3f;
+    p = p * r + 5.550713092e-2f;
+    p = p * r + 2.402212024e-1f;
+    p = p * r + 6.931469440e-1f;
+    p = p * r + 1.000000119f;
+    return p * (vf)((vi)shifted << 23);
 }

@@ -155,14 +155,13 @@ class Paged:
         for row, (length, count) in enumerate(zip(self.lengths, self.counts, strict=True)):
             at = np.arange(length)
             cells = torch.from_numpy(self.table[row, at // self.block].astype(np.int64) * self.block + at % self.block)
-            keys, values = self.keys[cells].double(), self.values[cells].double()
+            group = self.heads // self.kv_heads
+            keys, values = (part[cells].double().repeat_interleave(group, 1) for part in (self.keys, self.values))
             for position in range(length - count, length):
                 query = self.qkv[token].view(-1, self.dim)[: self.heads].double()
-                first = max(0, position + 1 - window) if window else 0
-                for head in range(self.heads):
-                    kv = head // (self.heads // self.kv_heads)
-                    scores = keys[first : position + 1, kv] @ query[head] / self.dim**0.5
-                    out.append(scores.softmax(0) @ values[first : position + 1, kv])
+                seen = slice(max(0, position + 1 - window) if window else 0, position + 1)
+                scores = torch.einsum("hd,khd->hk", query, keys[seen]) / self.dim**0.5
+                out.append(torch.einsum("hk,khd->hd", scores.softmax(1), values[seen]))
                 token += 1
         return torch.stack(out).view(self.tokens, self.heads, self.dim)
 
@@ -191,9 +190,7 @@ SHAPES = [(16, (6, 2), 64), (1, (4, 4), 8), (3, (9, 3), 20), (32, (8, 1), 128)]
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("window", [0, 5, 40])
-@pytest.mark.parametrize(
-    ("block", "heads", "dim"), [(16, (6, 2), 64), (1, (4, 4), 8), (3, (9, 3), 20), (32, (8, 1), 128)]
-)
+@pytest.mark.parametrize(("block", "heads", "dim"), SHAPES)
 def test_attention(
     kernels: Kernels, dtype: torch.dtype, window: int, block: int, heads: tuple[int, int], dim: int
 ) -> None:
@@ -201,6 +198,59 @@ def test_attention(
     got = paged.attend(kernels, dtype, window)
     assert (got - paged.expected(window)).abs().max() < 1e-4
     assert torch.equal(got, paged.attend(kernels, dtype, window, 1))
+
+
+CHUNK_SHAPES = [(16, (9, 3), 64), (1, (2, 2), 20), (7, (8, 1), 72)]  # parts of a vector and of a tile are left over
+
+
+@pytest.mark.parametrize("window", [0, 1, 50, 64])
+@pytest.mark.parametrize(("block", "heads", "dim"), CHUNK_SHAPES)
+def test_long_chunks(kernels: Kernels, window: int, block: int, heads: tuple[int, int], dim: int) -> None:
+    """Several blocks of queries and keys: seen whole, in part, by some rows alone, or by none."""
+    paged = Paged([170, 64, 129], [140, 64, 2], block, heads, dim)
+    got = paged.attend(kernels, torch.bfloat16, window)
+    assert (got - paged.expected(window)).abs().max() < 1e-5
+    for threads in (1, 6):  # so many have smaller blocks of queries
+        assert torch.equal(got, paged.attend(kernels, torch.bfloat16, window, threads))
+
+
+@pytest.mark.parametrize("window", [0, 70])
+@pytest.mark.parametrize(("block", "heads", "dim"), CHUNK_SHAPES)
+def test_where_a_prompt_is_cut_changes_nothing(
+    kernels: Kernels, window: int, block: int, heads: tuple[int, int], dim: int
+) -> None:
+    whole, cut = (Paged([200] * rows, [200], block, heads, dim) for rows in (1, 3))
+    cut.lengths, cut.counts, cut.table = [61, 66, 200], [61, 5, 134], whole.table.repeat(3, axis=0)
+    cut.keys, cut.values, cut.qkv = whole.keys, whole.values, whole.qkv
+    assert torch.equal(whole.attend(kernels, torch.float32, window), cut.attend(kernels, torch.float32, window))
+
+
+@pytest.mark.parametrize("growth", [30.0, -30.0, 3000.0])
+def test_scores_that_grow_with_the_keys_are_kept_in_range(kernels: Kernels, growth: float) -> None:
+    """Whether the reference of the weights moves with each block of keys, now and then, or never."""
+    paged = Paged([300], [290], 16, (4, 2), 16)
+    at = torch.arange(300)
+    cells = torch.from_numpy(paged.table[0].astype(np.int64))[at // 16] * 16 + at % 16
+    paged.keys[cells] = paged.keys[cells] * 0.1 + growth / 300 * at[:, None, None]
+    paged.qkv[:] = paged.qkv.abs() / 16
+    got, expected = paged.attend(kernels, torch.float32, 0), paged.expected(0)
+    assert (got - expected).abs().max() < 1e-6 * (10 + abs(growth))
+
+
+@pytest.mark.parametrize("window", [0, 30])
+def test_what_is_not_seen_does_not_show_at_all(kernels: Kernels, window: int) -> None:
+    paged = Paged([100], [90], 16, (4, 2), 16)
+    cell = int(paged.table[0, 3]) * 16 + 2  # of position 50, which is token 40
+    paged.values.zero_()[cell] = 1.0
+    shows = paged.attend(kernels, torch.float32, window).flatten(1).any(1)
+    assert shows.nonzero().flatten().tolist() == list(range(40, 40 + window if window else 90))
+
+
+def test_a_query_that_is_no_number_shows_in_its_row_alone(kernels: Kernels) -> None:
+    paged = Paged([100], [90], 16, (4, 2), 16)
+    paged.qkv[40, 17] = torch.nan  # of the second head
+    bad = ~paged.attend(kernels, torch.float32, 0).isfinite().all(-1)
+    assert bad.nonzero().tolist() == [[40, 1]]
 
 
 @pytest.mark.parametrize("window", [0, 700])
