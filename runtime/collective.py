@@ -56,7 +56,7 @@ class Alone:
 class Together:
     """One rank of several, in a process of its own, with whose end it leaves the others.
 
-    They meet through the file `meeting`, which only they know. Their tensors stand on `device`.
+    They meet through the file `meeting`, which only they know, and exchange tensors on `device`.
     """
 
     def __init__(self, rank: Rank, meeting: str, backend: str = "gloo", device: torch.device | None = None) -> None:
@@ -67,9 +67,10 @@ class Together:
             dist.init_process_group(backend, timeout=LONGEST, rank=rank.index, world_size=rank.size, store=store)
 
     def sum(self, part: Tensor) -> Tensor:
+        here = part if self.device is None else part.to(self.device)
         with _others():
-            dist.all_reduce(part)
-        return part
+            dist.all_reduce(here)
+        return here.to(part.device)
 
     def gather(self, part: Tensor) -> Tensor:
         parts = [torch.empty_like(part) for _ in range(self.rank.size)]

@@ -126,6 +126,7 @@ class CudaAccelerator:
         return torch.as_tensor(array, device=self.device)
 
     def memory(self) -> tuple[int, int]:
+        torch.cuda.empty_cache()  # what torch keeps for itself is free
         return torch.cuda.mem_get_info(self.device)
 
     def close(self) -> None:

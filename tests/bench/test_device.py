@@ -30,7 +30,8 @@ def test_floors_are_those_of_the_model(tmp_path: Path, shape: str, billions: flo
 def test_a_quick_run(capsys: pytest.CaptureFixture[str]) -> None:
     parser = argparse.ArgumentParser()
     add_device_flags(parser)
-    flags = ["--shape", "tiny", "--device", "cpu", "--rows", "1", "4", "--tokens", "24", "--prefill", "256", "--layouts", "3:1", "3:0"]
+    shape = ["--shape", "tiny", "--rows", "1", "4", "--tokens", "24", "--prefill", "256"]
+    flags = ["--device", "cpu", *shape, "--layouts", "3:1", "3:0"]
     assert main(parser.parse_args(flags)) == 0
     *table, line = capsys.readouterr().out.splitlines()
     report = json.loads(line)
