@@ -25,6 +25,7 @@ from proc.llm import LLM
 from runtime.model.config import ModelConfig, read_config
 from runtime.model.weights import expected_shapes
 
+NAMES = ("procs", "depth", "rows", "step_ms", "floor_ms", "over_floor", "idle_fraction", "tokens_per_s")
 PROMPT = 128  # tokens before the decode steps
 COPIED = 1 << 30  # bytes
 
@@ -153,6 +154,9 @@ def measure(given: argparse.Namespace, folder: Path) -> dict[str, Any]:
     report: dict[str, Any] = {"shape": given.shape, "device": given.device}
     itemsize = 4 if given.device == "cpu" else 2
     rate = bandwidth(given.device)
+    if not given.json:
+        print(f"{given.shape} on {given.device}, which copies at {rate / 1e12:.2f} TB/s")
+        print("".join(f"{name:>15}" for name in NAMES), flush=True)
     layouts = [(procs, int(depth)) for procs, depth in (layout.split(":") for layout in given.layouts)]
     for procs, depth in layouts:
         with LLM(
@@ -161,6 +165,7 @@ def measure(given: argparse.Namespace, folder: Path) -> dict[str, Any]:
             device=given.device,
             procs=procs,
             overlap_depth=depth,
+            token_table=given.token_table,
             disable_radix_cache=True,
             max_num_seqs=max(given.rows),
             max_num_batched_tokens=max(given.prefill, *given.rows),
@@ -172,6 +177,8 @@ def measure(given: argparse.Namespace, folder: Path) -> dict[str, Any]:
                 floor = read_bytes(config, itemsize, rows, PROMPT + given.tokens // 2) / rate * 1e3
                 figures, mine, last = decode(llm, (procs, depth), rows, given.tokens, floor, last)
                 found.append(figures)
+                if not given.json:
+                    print(row_of(asdict(figures)), flush=True)
                 if answers.setdefault(rows, mine) != mine:
                     report.setdefault("tokens_differ", []).append([procs, depth, rows])
             if (procs, depth) == layouts[0]:
@@ -179,15 +186,9 @@ def measure(given: argparse.Namespace, folder: Path) -> dict[str, Any]:
     return report | {"bandwidth": rate, "decode": [asdict(one) for one in found]}
 
 
-def table(report: dict[str, Any]) -> str:
-    names = ("procs", "depth", "rows", "step_ms", "floor_ms", "over_floor", "idle_fraction", "tokens_per_s")
-    lines = [f"{report['shape']} on {report['device']}: copies at {report['bandwidth'] / 1e12:.2f} TB/s, prefill "]
-    lines[0] += f"{report['prefill_tflops']:.1f} TFLOP/s"
-    lines.append("".join(f"{name:>15}" for name in names))
-    for row in report["decode"]:
-        cells = [row[name] for name in names]
-        lines.append("".join(f"{cell:>15.3f}" if isinstance(cell, float) else f"{cell:>15}" for cell in cells))
-    return "\n".join(lines)
+def row_of(figures: dict[str, Any]) -> str:
+    cells = [figures[name] for name in NAMES]
+    return "".join(f"{cell:>15.3f}" if isinstance(cell, float) else f"{cell:>15}" for cell in cells)
 
 
 def main(given: argparse.Namespace) -> int:
@@ -195,6 +196,6 @@ def main(given: argparse.Namespace) -> int:
         write(given.shape, Path(folder))
         report = measure(given, Path(folder))
     if not given.json:
-        print(table(report))
+        print(f"prefill of {given.prefill} tokens at {report['prefill_tflops']:.1f} TFLOP/s")
     print(json.dumps(report))
     return 0

@@ -125,6 +125,7 @@ def add_device_flags(parser: argparse.ArgumentParser) -> None:
     add("--tokens", type=positive, default=96, help="of each answer (default: 96)")
     add("--prefill", type=positive, default=8192, help="tokens of the prompt that is one step (default: 8192)")
     layouts = ("3:1", "3:0", "1:1", "3:2", "1:0", "2:1")
+    add("--token-table", choices=("auto", "cuda-ipc", "pinned"), default="auto", help="of a GPU, as for `serve`")
     add("--layouts", nargs="+", choices=layouts, default=["3:1", "3:0", "1:1"], help="--procs:--overlap-depth")
     add("--json", action="store_true", help="only the JSON line")
 

@@ -27,6 +27,7 @@ from runtime.device.cuda import CudaDevice
 from runtime.device.device_tokens import DeviceTokens
 from runtime.device.filters import FlashinferFilters, TorchFilters
 from runtime.device.graphs import graph_sizes, recorded
+from runtime.device.histories import bytes_per_history
 from runtime.device.warm_up import largest_step, warm_up
 from runtime.kv_cache import KVCache, bytes_per_block
 from runtime.model.config import read_config
@@ -147,15 +148,18 @@ class _Building:
 
     def pages_that_fit(self, page: int) -> int:
         """KV pages in what the largest step leaves free, at most what the rows of a step could ever fill."""
-        settings, (free, total) = self.settings, self.gpu.memory()
-        longest = self.longest
+        settings, longest = self.settings, self.longest
+        peak = self.gpu.peak_bytes(self.largest_step)  # it loads kernels, which take memory too
+        free, total = self.gpu.memory()
+        histories = num_slots(settings) * bytes_per_history(self.config.vocab_size) * 3 // 2  # while they grow
         budget = Budget(
             total,
             free,
             self.weight_bytes,
-            self.gpu.peak_bytes(self.largest_step),
+            peak,
             graphs_bytes(self.sizes, self.held.hidden_size, self.dtype.itemsize),
             workspace_bytes(self.held, self.backend, self.most(longest)),
+            histories,
             settings.gpu_memory_utilization or SHARE,
         )
         log.info("memory\n%s", budget)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 import numpy as np
 
@@ -29,6 +30,7 @@ class Halves:
         """Those of a replica's worker; `index` counts over all replicas."""
         self.spec, self.replica, self.closed = spec, replica, False
         self.control: Control | None = None
+        self.given_up: Callable[[], bool] = lambda: False  # whoever waits would wait in vain
         self.inbox: Receiver[SampleHalf] = Receiver(address(spec.run_dir, "worker", index, "halves"), SampleHalf)
         self.ring: MaskRing
 
@@ -41,7 +43,7 @@ class Halves:
         """Raises `TimeoutError`, and `Stopped` where the role is told to stop meanwhile."""
         deadline = time.monotonic() + LONGEST
         while (half := self.inbox.receive(SLICE)) is None:
-            if self.closed or (self.control is not None and self.control.stopped.is_set()):
+            if self.closed or self.given_up() or (self.control is not None and self.control.stopped.is_set()):
                 raise Stopped
             if time.monotonic() > deadline:
                 raise TimeoutError(f"the grammar process has not sent the masks of step {step}")

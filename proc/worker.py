@@ -50,6 +50,7 @@ class Worker:
         spec, meeting = self.spec, f"{self.spec.run_dir}/ranks{self.replica}"
         built = build(spec.settings, spec.folder, self.table, self.halves, self.rank, self.index, meeting)
         self.device, info = built.device, built.info
+        self.halves.given_up = lambda: built.device.failed is not None
         self._report(info)
         if built.export is not None:
             self._report(built.export)

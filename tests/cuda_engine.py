@@ -63,7 +63,12 @@ class CudaEngine(Engine):
 
     def __init__(self, limits: Limits, seed: int = 0) -> None:
         super().__init__(limits, seed)
-        self.gpu, config, size = self.accelerator(), self.config, limits.block_size
+        self.gpu = self.accelerator()
+        with self.gpu.launching():
+            self._build(limits)
+
+    def _build(self, limits: Limits) -> None:
+        config, size = self.config, limits.block_size
         table = self.table(Shape(limits.slots, limits.depth + 2, limits.max_num_seqs))
         tokens, steps = DeviceTokens.over(table.arrays, self.gpu.tensor), limits.depth + 1
         tables = SlotTables(limits.slots, -(-limits.max_model_len // size), size)

@@ -7,7 +7,6 @@ plans the next one.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -18,11 +17,11 @@ from runtime.attention.page_lists import PageLists
 from runtime.attention.wrappers import Sizes, Wrappers
 from runtime.batch import Batch
 from runtime.device.accelerator import Accelerator
+from runtime.device.put import Put
 from runtime.kv_cache import KVCache
 from runtime.model.config import ModelConfig
 
 Tensor = torch.Tensor
-Put = Callable[..., Tensor]  # (array, into=None): `runtime.device.staging.Staging.put`
 FP8 = torch.float8_e4m3fn
 
 

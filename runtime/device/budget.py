@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 MIB = 1 << 20
-GRAPH = 16 * MIB  # of one recorded size beside what its steps share: assumed, and told once it is known
+GRAPH = 16 * MIB  # of one recorded size beside what its steps share: assumed
 
 
 @dataclass(frozen=True)
@@ -18,6 +18,7 @@ class Budget:
     peak: int  # of the largest step beyond them
     graphs: int
     workspace: int  # of attention
+    histories: int  # of penalties
     share: float
 
     @property
@@ -29,7 +30,13 @@ class Budget:
     def kv(self) -> int:
         """What is left for KV; below 0 where nothing is."""
         allowed = int(self.total * self.share)
-        return min(allowed - self.others - self.weights, self.free) - self.peak - self.graphs - self.workspace
+        return (
+            min(allowed - self.others - self.weights, self.free)
+            - self.peak
+            - self.graphs
+            - self.workspace
+            - self.histories
+        )
 
     def blocks(self, nbytes: int, most: int) -> int:
         """Pages of `nbytes`, at most `most`. Raises `MemoryError` with the table and the flags to change."""
@@ -58,6 +65,7 @@ class Budget:
             "  largest step (--max-num-batched-tokens, --max-num-seqs)": self.peak,
             "  graphs (--enforce-eager: none)": self.graphs,
             "  attention workspace": self.workspace,
+            "  penalties, if all requests ask for them (--max-num-seqs)": self.histories,
             "  left for KV": self.kv,
         }
         width = max(map(len, rows))

@@ -34,6 +34,7 @@ from runtime.step import ID_DTYPE, StepPlan, StepResult
 Tensor = torch.Tensor
 Done = Callable[[StepResult], None]
 STAGED = 1 << 20  # bytes of a step's arrays at first
+PATIENCE = 10.0  # seconds for the steps in flight at the end
 LONGEST = 60.0  # seconds that a step with a user's processors waits for the steps before
 
 
@@ -146,9 +147,11 @@ class CudaDevice:
 
     def close(self) -> None:
         self._queue.put(None)
-        self._thread.join()
-        self.gpu.close()
-        self.table.close()
+        self._thread.join(PATIENCE)
+        try:
+            self.gpu.close()
+        finally:
+            self.table.close()
 
     def _admit(self, plan: StepPlan) -> None:
         for admission in plan.admitted:

@@ -35,7 +35,7 @@ def test_a_quick_run(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(parser.parse_args(flags)) == 0
     *table, line = capsys.readouterr().out.splitlines()
     report = json.loads(line)
-    assert len(table) == 6 and "tokens_differ" not in report
+    assert len(table) == 7 and "tokens_differ" not in report
     assert [(row["depth"], row["rows"]) for row in report["decode"]] == [(1, 1), (1, 4), (0, 1), (0, 4)]
     for row in report["decode"]:
         assert row["step_ms"] > row["floor_ms"] > 0 and 0 <= row["idle_fraction"] < 1 and row["tokens_per_s"] > 0

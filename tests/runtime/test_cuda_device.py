@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
+import torch
 
 from tests.cuda_engine import CudaEngine, EagerEngine
 from tests.fakes import Answer
@@ -12,6 +14,15 @@ from tests.runtime.test_cpu_device import LIMITS, CpuEngine, requests, run
 from tests.runtime.test_features import LAYOUTS, NAMES, alone, assert_same_logprobs
 from tests.runtime.test_features import requests as asking
 from tests.runtime.test_features import run as laid_out
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """Several only wait for one another on so small a model."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")

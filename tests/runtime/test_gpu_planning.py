@@ -10,7 +10,7 @@ from runtime.device.budget import MIB, Budget, graphs_bytes
 from runtime.device.graphs import graph_sizes, size_for
 from runtime.device.warm_up import scratch_batches
 
-BUDGET = Budget(80_000 * MIB, 63_000 * MIB, 16_000 * MIB, 1_500 * MIB, 800 * MIB, 256 * MIB, 0.9)
+BUDGET = Budget(80_000 * MIB, 63_000 * MIB, 16_000 * MIB, 1_500 * MIB, 800 * MIB, 256 * MIB, 100 * MIB, 0.9)
 
 
 @pytest.mark.parametrize("most", [1, 2, 3, 4, 7, 8, 9, 64, 100, 255, 256, 257, 300, 1024])
@@ -25,11 +25,11 @@ def test_every_batch_has_a_graph_and_little_padding(most: int) -> None:
 
 def test_what_is_left_is_for_keys_and_values() -> None:
     assert BUDGET.others == 1_000 * MIB
-    assert BUDGET.kv == (72_000 - 1_000 - 16_000 - 1_500 - 800 - 256) * MIB
+    assert BUDGET.kv == (72_000 - 1_000 - 16_000 - 1_500 - 800 - 256 - 100) * MIB
     assert BUDGET.blocks(2 * MIB, 10**9) == BUDGET.kv // (2 * MIB)
     assert BUDGET.blocks(2 * MIB, 77) == 77
     whole = replace(BUDGET, share=1.0)
-    assert whole.kv == (63_000 - 1_500 - 800 - 256) * MIB  # never more than is free
+    assert whole.kv == (63_000 - 1_500 - 800 - 256 - 100) * MIB  # never more than is free
 
 
 @pytest.mark.parametrize(
