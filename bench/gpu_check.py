@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import threading
@@ -75,14 +76,14 @@ def run(kind: str, *command: str) -> tuple[int, str]:
         [sys.executable, *command], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=ROOT, env=settings
     ) as process:
         assert process.stdout is not None
-        late = threading.Event()
-        alarm = threading.Timer(LIMIT_S[kind], lambda: (late.set(), process.kill()))
+        alarm = threading.Timer(LIMIT_S[kind], process.kill)
         alarm.start()
         for line in process.stdout:
             print(line, end="", flush=True)
             last = line.strip() or last
         alarm.cancel()
-    return (124, f"not done in {LIMIT_S[kind]} s") if late.is_set() else (process.returncode, last)
+    killed = process.returncode == -signal.SIGKILL
+    return (124, f"not done in {LIMIT_S[kind]} s") if killed else (process.returncode, last)
 
 
 def verdicts(report: dict[str, Any]) -> list[tuple[str, bool]]:

@@ -30,13 +30,8 @@ class Budget:
     def kv(self) -> int:
         """What is left for KV; below 0 where nothing is."""
         allowed = int(self.total * self.share)
-        return (
-            min(allowed - self.others - self.weights, self.free)
-            - self.peak
-            - self.graphs
-            - self.workspace
-            - self.histories
-        )
+        needed = self.peak + self.graphs + self.workspace + self.histories
+        return min(allowed - self.others - self.weights, self.free) - needed
 
     def blocks(self, nbytes: int, most: int) -> int:
         """Pages of `nbytes`, at most `most`. Raises `MemoryError` with the table and the flags to change."""

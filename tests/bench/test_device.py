@@ -48,7 +48,8 @@ def test_what_was_aimed_at_is_judged() -> None:
     report = {"shape": "qwen3-0.6b", "prefill_tflops": 300.0, "decode": decode}
     assert all(reached for _, reached in verdicts(report))
     slow = [row | {"depth": 1, "over_floor": 1.3, "idle_fraction": 0.1, "tokens_per_s": 105.0}, decode[1]]
-    missed = [words for words, reached in verdicts(report | {"decode": slow, "tokens_differ": [1]}) if not reached]
+    worse = report | {"decode": slow, "tokens_differ": [["3", 0, 1], ["3", 0, 64]]}
+    missed = [words for words, reached in verdicts(worse) if not reached]
     assert len(missed) == 4
     large = [reached for _, reached in verdicts(report | {"shape": "llama-3.1-8b"})]
     assert large.count(False) == 1  # the prefill
