@@ -22,6 +22,7 @@ from bench.shapes import write
 from ipc.client import Client
 from ipc.sampling_params import SamplingParams
 from proc.llm import LLM
+from proc.settings import UsageError
 from runtime.model.config import ModelConfig, read_config
 from runtime.model.weights import expected_shapes
 
@@ -192,6 +193,8 @@ def row_of(figures: dict[str, Any]) -> str:
 
 
 def main(given: argparse.Namespace) -> int:
+    if given.device == "cuda" and not torch.cuda.is_available():
+        raise UsageError("--device cuda: torch sees no GPU here; --device cpu needs none")
     with tempfile.TemporaryDirectory() as folder:
         write(given.shape, Path(folder))
         report = measure(given, Path(folder))

@@ -41,6 +41,8 @@ H200_FLOPS = 790.0  # TFLOP/s in bfloat16, as seen
 
 def missing() -> list[str]:
     """Distributions that this project depends on here and that are not installed."""
+    if find_spec("packaging") is None:
+        return ["packaging"]
     from packaging.requirements import Requirement
 
     tomllib = import_module("tomllib" if sys.version_info >= (3, 11) else "tomli")

@@ -59,7 +59,8 @@ def build(
 
         return on_device(settings, Path(folder), table, halves, rank, index, meeting)
     if settings.for_gpus:
-        raise UsageError(f"{settings.for_gpus[0]} is of a GPU, and this is --device {settings.device}")
+        here = "a simulated device" if settings.simulated else "the CPU"
+        raise UsageError(f"{settings.for_gpus[0]} is for GPUs, and this is {here}")
     if settings.simulated:
         return _sim(settings, Path(folder) if folder else None, table, halves)
     return _cpu(settings, Path(folder), table, halves, rank, meeting)

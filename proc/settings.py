@@ -31,12 +31,16 @@ class Settings:
     procs: str = flag("3", "1, 2, 3, N > 3, or roles such as tokenizer=2,worker=1,http=2; worker: of each scheduler")
     tensor_parallel_size: int | None = flag(
         None,
-        "workers that share each replica's model, as worker=N of --procs (default: 1)",
+        "workers that share each replica's model, as worker=N of --procs (default: 1); heads must divide; not with "
+        "--quantization, --procs 1 or a simulated device",
         "--tp",
         "--tp-size",
     )
     cores: str | None = flag(None, "cores by role, such as worker=0-1,tokenizer=2")
-    device: str = flag("auto", "auto, cuda, cpu, sim, sim:NAME such as sim:h100-llama-3.1-8b, or sim:FILE.toml")
+    device: str = flag(
+        "auto",
+        "auto, cuda (CUDA_VISIBLE_DEVICES says which), cpu, sim, sim:NAME such as sim:h100-llama-3.1-8b, or sim:FILE.toml",
+    )
     dtype: str = flag("auto", "of weights and KV", choices=("auto", "float32", "bfloat16", "float16"))
     quantization: str = flag(
         "none",
@@ -67,7 +71,7 @@ class Settings:
     attention_backend: str = flag(
         "auto", "on a GPU; auto: flashinfer where it is installed, else torch", choices=("auto", "flashinfer", "torch")
     )
-    enforce_eager: bool = flag(False, "no CUDA graphs", "--disable-cuda-graph")
+    enforce_eager: bool = flag(False, "no CUDA graphs (which the CPU never has)", "--disable-cuda-graph")
     token_table: str = flag(
         "auto", "how a GPU's next-token ids reach the scheduler; auto: cuda-ipc", choices=("auto", "cuda-ipc", "pinned")
     )
@@ -119,7 +123,11 @@ class Settings:
             ("max_num_queued_reqs", (self.max_num_queued_reqs or 0) >= 0, "at least 0"),
             ("tensor_parallel_size", self.tensor_parallel_size in (None, *range(1, 65)), "between 1 and 64"),
             ("seed", 0 <= (self.seed or 0) < 2**64, "between 0 and 2**64 - 1"),
-            ("device", self.simulated or self.device in ("auto", "cuda", "cpu"), "auto, cuda, cpu, sim or sim:NAME"),
+            (
+                "device",
+                self.simulated or self.device in ("auto", "cuda", "cpu"),
+                "auto, cuda, cpu, sim or sim:NAME",
+            ),
             ("port", 0 <= self.port <= 65535, "between 0 and 65535"),
             ("write_timeout", self.write_timeout > 0, "above 0"),
             ("ssl_keyfile", bool(self.ssl_keyfile) == bool(self.ssl_certfile), "given together with --ssl-certfile"),

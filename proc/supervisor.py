@@ -131,6 +131,7 @@ class Supervisor:
                 if file is not None and not Path(file).is_file():
                     raise UsageError(f"--{name.replace('_', '-')} {file}: no such file")
             folder = prepare(self.settings, self.tell)
+            topology.check_split(self.topology, folder)
             self._spawn_all(folder)
             self._wait_until(lambda: all(p.all_ready for p in self.processes), self.settings.startup_timeout)
             self._give_back_first_core()

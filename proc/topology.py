@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import difflib
 from dataclasses import dataclass
+from pathlib import Path
 
 from proc.settings import Settings, UsageError
+from runtime.model.config import ConfigError, read_config
+from runtime.model.sharding import Rank, config_of
 
 ROLES = ("tokenizer", "scheduler", "worker", "http")
 
@@ -52,6 +55,15 @@ def resolve(settings: Settings, http: int = 0) -> Topology:
                 f"{asked}: --quantization {settings.quantization} needs the C kernels, which run one worker"
             )
     return topology
+
+
+def check_split(topology: Topology, folder: str) -> None:
+    """Raises `UsageError` where the model in `folder` cannot be divided among the ranks, before any is started."""
+    if topology.num_ranks > 1:
+        try:
+            config_of(read_config(Path(folder)), Rank(0, topology.num_ranks))
+        except ConfigError as error:
+            raise UsageError(str(error)) from None
 
 
 def parse(procs: str, http: int = 0, ranks: int | None = None) -> Topology:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 from runtime.model.config import ConfigError, ModelConfig
 
+MOST = 64  # ranks
 VOCABULARY = ("model.embed_tokens.weight", "lm_head.weight")
 
 
@@ -45,20 +46,28 @@ def config_of(config: ModelConfig, rank: Rank) -> ModelConfig:
 
     With fewer KV heads than ranks each is held by several. Raises `ConfigError` for what cannot be split.
     """
+    if obstacle := _obstacle(config, rank.size):
+        others = ", ".join(str(size) for size in range(1, MOST + 1) if not _obstacle(config, size))
+        raise ConfigError(
+            f"--tensor-parallel-size {rank.size}: the model's {obstacle} cannot be split so (but into {others})"
+        )
     kv_heads = max(1, config.num_kv_heads // rank.size)
-    for words, number, fits in (
-        ("attention heads", config.num_heads, config.num_heads % rank.size == 0),
-        ("intermediate features", config.intermediate_size, config.intermediate_size % rank.size == 0),
-        ("KV heads", config.num_kv_heads, 0 in (config.num_kv_heads % rank.size, rank.size % config.num_kv_heads)),
-    ):
-        if not fits:
-            raise ConfigError(f"--tensor-parallel-size {rank.size}: the model's {number} {words} cannot be split so")
     return replace(
         config,
         num_heads=config.num_heads // rank.size,
         num_kv_heads=kv_heads,
         intermediate_size=config.intermediate_size // rank.size,
     )
+
+
+def _obstacle(config: ModelConfig, size: int) -> str:
+    """What cannot be split into so many parts; "" where all can."""
+    if config.num_heads % size:
+        return f"{config.num_heads} attention heads"
+    if config.intermediate_size % size:
+        return f"{config.intermediate_size} intermediate features"
+    shared = 0 in (config.num_kv_heads % size, size % config.num_kv_heads)
+    return "" if shared else f"{config.num_kv_heads} KV heads"
 
 
 def part_of(name: str, config: ModelConfig, shape: tuple[int, ...], rank: Rank) -> Part:
