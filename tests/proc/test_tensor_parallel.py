@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -178,9 +179,8 @@ def test_a_rank_that_hangs_does_not_hang_the_end(oracle: Oracle) -> None:
 
 
 def test_a_model_that_cannot_be_split_is_refused(oracle: Oracle) -> None:
-    with pytest.raises(
-        UsageError, match="--tensor-parallel-size 3: the model's 4 attention heads cannot be split so .but into 1, 2, 4"
-    ):
+    words = "--tensor-parallel-size 3: the model's 4 attention heads cannot be split so (but into 1, 2, 4)"
+    with pytest.raises(UsageError, match=re.escape(words)):
         start(oracle, tensor_parallel_size=3)
 
 
