@@ -39,7 +39,7 @@ class Settings:
     cores: str | None = flag(None, "cores by role, such as worker=0-1,tokenizer=2")
     device: str = flag(
         "auto",
-        "auto, cuda (which one: CUDA_VISIBLE_DEVICES), cpu, sim, sim:NAME such as sim:h100-llama-3.1-8b, or sim:FILE.toml",
+        "auto, cuda (one of CUDA_VISIBLE_DEVICES), cpu, sim, sim:NAME such as sim:h100-llama-3.1-8b, or sim:FILE.toml",
     )
     dtype: str = flag("auto", "of weights and KV", choices=("auto", "float32", "bfloat16", "float16"))
     quantization: str = flag(
