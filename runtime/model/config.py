@@ -68,6 +68,11 @@ def parse_config(raw: dict[str, Any]) -> ModelConfig:
         raise ConfigError(f"hidden_act {raw['hidden_act']} is not supported; only silu is")
     if raw.get("use_sliding_window"):  # Qwen: windows in some layers only
         raise ConfigError("use_sliding_window is not supported")
+    if coded := raw.get("quantization_config"):
+        raise ConfigError(
+            f"a checkpoint quantized by {coded.get('quant_method', 'something unnamed')} is not supported; what is: "
+            "the original in float32, bfloat16 or float16, or a GGUF file"
+        )
     rope = dict(raw.get("rope_parameters") or raw.get("rope_scaling") or {})
     rope["rope_type"] = rope.get("rope_type", rope.get("type", "default"))
     if rope["rope_type"] not in ROPE_KINDS:
