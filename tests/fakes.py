@@ -156,6 +156,14 @@ class Engine:
             answer.ids.append(int(token))
             answer.finish = Finish(finish)
 
+    def serve(self, asked: list[Request], spread: bool) -> None:
+        """All of them, to the end; `spread`: each is admitted once those before have nothing to do."""
+        for one in asked:
+            self.admit(one)
+            while spread and self.turn():
+                pass
+        self.run()
+
     def run(self) -> None:
         while self.turn():
             pass

@@ -118,6 +118,7 @@ class GraphAttention:
             paged_kv_indices_buffer=self.indices,
             paged_kv_last_page_len_buffer=last[:size],
         )
+        self.step = StepAttention(paged, self.cells, [(self.wrapper, 0, size)])
         self.cells.zero_()
         padding = PageLists.none().padded(size)
         paged.wrappers.plan_decode(self.wrapper, padding, self.indices[:size].zero_())
@@ -135,7 +136,4 @@ class GraphAttention:
 
     def __call__(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         """As `StepAttention`, T being `size`."""
-        self.paged.write(layer, self.cells, keys, values)
-        out = torch.empty(queries.shape, dtype=queries.dtype, device=queries.device)
-        self.paged.attend(self.wrapper, layer, queries, out)
-        return out
+        return self.step(layer, queries, keys, values)

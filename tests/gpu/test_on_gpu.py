@@ -120,11 +120,7 @@ class TorchGpuEngine(CudaEngine):
 
 def run(kind: type[Engine], limits: Limits, asked: list[Request], spread: bool = False) -> Engine:
     engine = kind(limits)
-    for one in asked:
-        engine.admit(one)
-        while spread and engine.turn():
-            pass
-    engine.run()
+    engine.serve(asked, spread)
     return engine
 
 

@@ -98,11 +98,7 @@ def requests() -> list[Request]:
 
 def run(limits: Limits, seed: int = 0, spread: bool = False, path: str = "torch") -> dict[int, Answer]:
     engine = CpuEngine(limits, seed, path)
-    for one in requests():
-        engine.admit(one)
-        while spread and engine.turn():
-            pass
-    engine.run()
+    engine.serve(requests(), spread)
     return engine.answers
 
 

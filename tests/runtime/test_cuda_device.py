@@ -57,11 +57,7 @@ def test_tokens_are_those_of_the_cpu(
         LIMITS, depth=depth, prefix_cache=radix, max_num_batched_tokens=chunk, num_blocks=blocks, block_size=size
     )
     engine = kind(limits, depth)
-    for one in requests():
-        engine.admit(one)
-        while spread and engine.turn():
-            pass
-    engine.run()
+    engine.serve(requests(), spread)
     assert engine.answers == expected
 
 

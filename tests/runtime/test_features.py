@@ -61,11 +61,7 @@ def run(kind: type[Engine], asked: list[Request], layout: tuple[int, bool, int, 
     depth, radix, chunk, blocks, spread = layout
     limits = Limits(blocks, 4, 72, seqs, max(chunk, seqs), None, depth, radix)
     engine = kind(limits, seed=depth)
-    for one in asked:
-        engine.admit(one)
-        while spread and engine.turn():
-            pass
-    engine.run()
+    engine.serve(asked, spread)
     return engine
 
 
