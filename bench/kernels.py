@@ -23,6 +23,7 @@ from bench.machine import Machine, Work, seconds
 from proc.settings import UsageError
 from runtime.kernels.library import Kernels, kernels
 from runtime.kernels.pack import Unsupported
+from runtime.model.coded import StoredLinear, as_numbers
 from runtime.model.config import ConfigError, ModelConfig, read_config
 from runtime.model.weights import dummy_weights, load_weights
 
@@ -98,11 +99,14 @@ def _subjects(given: argparse.Namespace, size: Size, found: Kernels) -> tuple[Su
     """The model in --dtype, and in the other type."""
     try:
         config = read_config(Path(given.model)) if given.model else size.config
-        weights = (
+        weights: dict[str, torch.Tensor | StoredLinear] = {}
+        weights |= (
             load_weights(Path(given.model), config, None) if given.model else dummy_weights(config, torch.bfloat16)
         )
+        as_numbers(weights, torch.float32)
         float32, bfloat16 = (
-            {name: one.to(to) for name, one in weights.items()} for to in (torch.float32, torch.bfloat16)
+            {name: one.to(to) for name, one in weights.items() if isinstance(one, torch.Tensor)}
+            for to in (torch.float32, torch.bfloat16)
         )
         wide = Subject(config, float32, found, size.tokens)
         narrow = Subject(config, bfloat16, found, size.tokens, wide)

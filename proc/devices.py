@@ -159,11 +159,22 @@ def rank_weights(
     from runtime.model.weights import dummy_weights, load_codes, load_weights
 
     dtype = None if settings.dtype == "auto" else getattr(torch, settings.dtype)
+    if config.coding:
+        _accept_coded(settings, config.coding.name)
+        dtype = dtype or torch.bfloat16  # what kernels for codes take, and what is left to them
     codes: dict[str, Any] = load_codes(folder, config) if settings.quantization == "gguf" else {}
     if settings.load_format == "dummy":
         return dummy_weights(config, dtype or made, settings.seed or 0, rank, device)
     bar = list if rank.index else shards
     return codes | load_weights(folder, config, dtype, bar, [*codes], rank, device)
+
+
+def _accept_coded(settings: Settings, coding: str) -> None:
+    """Raises `UsageError` for what a checkpoint that is coded already excludes."""
+    if settings.quantization != "none":
+        raise UsageError(f"--quantization {settings.quantization}: the checkpoint is quantized already, by {coding}")
+    if settings.load_format == "dummy":
+        raise UsageError(f"--load-format dummy makes no weights quantized by {coding}")
 
 
 def _model(quantization: str, config: ModelConfig, weights: dict[str, Any], ranks: Collective) -> tuple[CpuModel, str]:
@@ -175,12 +186,12 @@ def _model(quantization: str, config: ModelConfig, weights: dict[str, Any], rank
 
     if ranks.rank.size > 1:  # a step of the kernels is one call, in which ranks could not meet
         return TorchModel(config, weights, ranks), f"plain torch, rank {ranks.rank.index} of {ranks.rank.size}"
-    reason = ""
+    reason, codes = "", config.coding.name if config.coding else quantization.removeprefix("none")
     try:
         found = kernels()
         if found is not None:
             packed = PackedLlama(config, weights, found, {"int8": 8, "int4": 4}.get(quantization, 0))
-            return packed, f"{found.name} kernels" + (f", {quantization}" if quantization != "none" else "")
+            return packed, f"{found.name} kernels{f', {codes}' if codes else ''}"
     except Unsupported as error:
         reason = f" (no kernels for {error})"
     except ValueError as error:

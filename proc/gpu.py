@@ -30,8 +30,10 @@ from runtime.device.graphs import graph_sizes, recorded
 from runtime.device.histories import bytes_per_history
 from runtime.device.warm_up import largest_step, warm_up
 from runtime.kv_cache import KVCache, bytes_per_block
+from runtime.model.coded_linears import Device, Packer
 from runtime.model.config import read_config
 from runtime.model.layer_ops import FlashinferLayerOps, TorchLayerOps
+from runtime.model.linears import dtype_of
 from runtime.model.llama import Llama
 from runtime.model.sharding import Rank, config_of
 from runtime.sampling_on_device import DeviceSampler
@@ -77,17 +79,13 @@ class _Building:
         self.config = read_config(folder)
         self.held = config_of(self.config, ranks.rank)
         weights = rank_weights(settings, folder, self.config, ranks.rank, gpu.device, torch.bfloat16)
-        self.dtype = weights["model.norm.weight"].dtype
-        self.weight_bytes = sum(tensor.nbytes for tensor in weights.values())
+        self.dtype = dtype_of(weights)
         self.backend, self.words = self.chosen()
         fused = self.backend.fused
-        self.model = Llama(
-            self.held,
-            weights,
-            self.longest,
-            ranks,
-            FlashinferLayerOps() if fused else TorchLayerOps(),
-        )
+        packer = Packer(Device(gpu.capability, fused, self.dtype))
+        ops = FlashinferLayerOps() if fused else TorchLayerOps()
+        self.model = Llama(self.held, weights, self.longest, ranks, ops, packer)
+        self.words += f"; {packer.words}" if packer.words else ""
         filters = FlashinferFilters(str(gpu.device)) if fused else TorchFilters()
         found = named_processors(settings.processors, ranks)
         self.sampler = DeviceSampler(num_slots(settings), self.config.vocab_size, str(gpu.device), filters, found)
@@ -142,7 +140,7 @@ class _Building:
         words = f"{gpu.device}, {str(self.dtype).removeprefix('torch.')}, {self.words}"
         shared = self.config.shares_prefixes
         info = DeviceInfo(
-            blocks, longest, self.config.vocab_size, self.weight_bytes, blocks * page, shared, words, not pinned
+            blocks, longest, self.config.vocab_size, self.model.nbytes, blocks * page, shared, words, not pinned
         )
         return Built(device, info, None if pinned else ids.export(tables.epoch))
 
@@ -155,7 +153,7 @@ class _Building:
         budget = Budget(
             total,
             free,
-            self.weight_bytes,
+            self.model.nbytes,
             peak,
             graphs_bytes(self.sizes, self.held.hidden_size, self.dtype.itemsize),
             workspace_bytes(self.held, self.backend, self.most(longest)),

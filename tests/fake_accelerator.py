@@ -43,7 +43,7 @@ class FakeEvent:
 class FakeAccelerator:
     """`runtime.device.accelerator.Accelerator`."""
 
-    device = torch.device("cpu")
+    device, capability = torch.device("cpu"), (9, 0)
     stream = 0
 
     def __init__(self) -> None:

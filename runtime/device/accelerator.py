@@ -32,6 +32,7 @@ class Accelerator(Protocol):
     """One thread launches; any may wait for events."""
 
     device: torch.device
+    capability: tuple[int, int]  # of CUDA: which kernels run
     stream: int  # as the CUDA runtime names it
 
     def launching(self) -> AbstractContextManager[object]:
@@ -85,6 +86,7 @@ class CudaAccelerator:
     def __init__(self, index: int) -> None:
         self.device = torch.device("cuda", index)
         torch.cuda.set_device(self.device)
+        self.capability = torch.cuda.get_device_capability(self.device)
         self._stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
         self._pool = torch.cuda.graph_pool_handle()
         self.stream: int = self._stream.cuda_stream

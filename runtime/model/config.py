@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from runtime.model.coding import Coding, CodingError, read_coding
+
 ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 ROPE_KINDS = ("default", "linear", "dynamic", "llama3", "yarn")
 
@@ -36,6 +38,7 @@ class ModelConfig:
     sliding_window: int | None = None
     eos_ids: tuple[int, ...] = ()
     rope: dict[str, Any] = field(default_factory=lambda: {"rope_type": "default"})
+    coding: Coding | None = None  # of its linear layers, where they are not numbers
 
     @property
     def max_model_len(self) -> int:
@@ -68,11 +71,6 @@ def parse_config(raw: dict[str, Any]) -> ModelConfig:
         raise ConfigError(f"hidden_act {raw['hidden_act']} is not supported; only silu is")
     if raw.get("use_sliding_window"):  # Qwen: windows in some layers only
         raise ConfigError("use_sliding_window is not supported")
-    if coded := raw.get("quantization_config"):
-        raise ConfigError(
-            f"a checkpoint quantized by {coded.get('quant_method', 'something unnamed')} is not supported; what is: "
-            "the original in float32, bfloat16 or float16, or a GGUF file"
-        )
     rope = dict(raw.get("rope_parameters") or raw.get("rope_scaling") or {})
     rope["rope_type"] = rope.get("rope_type", rope.get("type", "default"))
     if rope["rope_type"] not in ROPE_KINDS:
@@ -105,4 +103,14 @@ def _shape(raw: dict[str, Any], architecture: str, rope: dict[str, Any]) -> Mode
         raw.get("sliding_window") if windowed else None,
         tuple(eos) if isinstance(eos, list) else () if eos is None else (eos,),
         rope,
+        _coding(raw),
     )
+
+
+def _coding(raw: dict[str, Any]) -> Coding | None:
+    """Older files of compressed-tensors call it compression_config."""
+    coded = raw.get("quantization_config") or raw.get("compression_config")
+    try:
+        return read_coding(coded) if coded else None
+    except CodingError as error:
+        raise ConfigError(str(error)) from None

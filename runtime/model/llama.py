@@ -7,53 +7,68 @@ weights (`runtime.model.sharding`), and what the ranks have to add up or put tog
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import product
 
 import torch
-from torch.nn.functional import embedding, linear
+from torch.nn.functional import embedding
 
 from runtime.collective import Alone, Collective
 from runtime.model.config import ModelConfig
 from runtime.model.layer_ops import LayerOps, TorchLayerOps, Turn
+from runtime.model.linears import Linear, Pack, Weight, pack_numbers
 from runtime.model.rope import Rope
 
 Tensor = torch.Tensor
 Attention = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 
 
-TOGETHER = {
+PRODUCTS = {
     "self_attn.qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "self_attn.o_proj": ("self_attn.o_proj",),
     "mlp.gate_up_proj": ("mlp.gate_proj", "mlp.up_proj"),
+    "mlp.down_proj": ("mlp.down_proj",),
 }
 
 
-def put_together(config: ModelConfig, weights: dict[str, Tensor]) -> None:
-    """Projections of the same input become one, in place and a layer at a time, so that memory holds no second copy."""
+def put_together(config: ModelConfig, weights: dict[str, Weight], pack: Pack) -> dict[str, Linear]:
+    """The layers' products, those of the same inputs as one; taken out of `weights` one by one, so that memory holds
+    no second copy."""
+    linears = {}
     for layer in range(config.num_layers):
-        for (whole, parts), kind in product(TOGETHER.items(), ("weight", "bias")):
-            names = [f"model.layers.{layer}.{part}.{kind}" for part in parts]
-            if names[0] in weights:
-                weights[f"model.layers.{layer}.{whole}.{kind}"] = torch.cat([weights.pop(name) for name in names])
+        name = f"model.layers.{layer}."
+        for whole, parts in PRODUCTS.items():
+            biases = [weights.pop(f"{name}{part}.bias", None) for part in parts]
+            found = [bias for bias in biases if isinstance(bias, Tensor)]
+            taken = [weights.pop(f"{name}{part}.weight") for part in parts]
+            linears[name + whole] = pack(taken, torch.cat(found) if found else None)
+    return linears
 
 
 class Llama:
     """`weights` are named as in the checkpoint, and are taken over; those of one rank where `ranks` has several.
 
-    They stand on the device that computes.
+    They stand on the device that computes. `pack` chooses what multiplies by them.
     """
 
     def __init__(
         self,
         config: ModelConfig,
-        weights: dict[str, Tensor],
+        weights: dict[str, Weight],
         max_len: int,
         ranks: Collective | None = None,
         ops: LayerOps | None = None,
+        pack: Pack = pack_numbers,
     ) -> None:
-        self.config, self.weights, self.ranks, self.ops = config, weights, ranks or Alone(), ops or TorchLayerOps()
-        put_together(config, weights)
-        self.rope = Rope(config, max_len, weights["model.norm.weight"].device)
-        self.head = weights["model.embed_tokens.weight" if config.tied else "lm_head.weight"]
+        self.config, self.ranks, self.ops = config, ranks or Alone(), ops or TorchLayerOps()
+        self.linears = put_together(config, weights, pack)
+        self.head = pack([weights["model.embed_tokens.weight"] if config.tied else weights.pop("lm_head.weight")], None)
+        self.weights = {name: tensor for name, tensor in weights.items() if isinstance(tensor, Tensor)}
+        self.rope = Rope(config, max_len, self.weights["model.norm.weight"].device)
+
+    @property
+    def nbytes(self) -> int:
+        """Of the weights as they are held."""
+        head = 0 if self.config.tied else self.head.nbytes
+        return head + sum(one.nbytes for held in (self.linears, self.weights) for one in held.values())
 
     def forward(self, input_ids: Tensor, positions: Tensor, reach: Tensor, attention: Attention) -> Tensor:
         """int64[T] each (`reach`: see `Rope.at`) to the normed hidden states [T, hidden_size]."""
@@ -71,7 +86,7 @@ class Llama:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[S, hidden_size] to float32[S, vocab_size]."""
-        return self.ranks.gather(linear(hidden, self.head).float())[:, : self.config.vocab_size]
+        return self.ranks.gather(self.head(hidden).float())[:, : self.config.vocab_size]
 
     def _embed(self, input_ids: Tensor) -> Tensor:
         """Each rank's own ids, zeros for the others'."""
@@ -84,15 +99,15 @@ class Llama:
     def _attend(self, layer: int, name: str, x: Tensor, turn: Turn, attention: Attention) -> Tensor:
         config, weights, ops = self.config, self.weights, self.ops
         heads, kv_heads = config.num_heads, config.num_kv_heads
-        whole = linear(x, weights[name + "qkv_proj.weight"], weights.get(name + "qkv_proj.bias"))
+        whole = self.linears[name + "qkv_proj"](x)
         query, key, value = torch.split(whole.view(len(x), -1, config.head_dim), [heads, kv_heads, kv_heads], 1)
         if config.qk_norm:
             query = ops.norm(query, weights[name + "q_norm.weight"], config.rms_norm_eps)
             key = ops.norm(key, weights[name + "k_norm.weight"], config.rms_norm_eps)
         query, key = turn(query, key)
         attended = attention(layer, query, key, value).flatten(1)
-        return self.ranks.sum(linear(attended, weights[name + "o_proj.weight"]))
+        return self.ranks.sum(self.linears[name + "o_proj"](attended))
 
     def _mlp(self, name: str, x: Tensor) -> Tensor:
-        gated = self.ops.gate(linear(x, self.weights[name + "gate_up_proj.weight"]))
-        return self.ranks.sum(linear(gated, self.weights[name + "down_proj.weight"]))
+        gated = self.ops.gate(self.linears[name + "gate_up_proj"](x))
+        return self.ranks.sum(self.linears[name + "down_proj"](gated))

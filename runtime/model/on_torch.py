@@ -13,21 +13,27 @@ from runtime.attention.cpu import CpuAttention
 from runtime.batch import Batch
 from runtime.collective import Collective
 from runtime.kv_cache import KVCache
+from runtime.model.coded import as_numbers
 from runtime.model.config import ModelConfig
+from runtime.model.linears import Weight, dtype_of
 from runtime.model.llama import Llama
 
 Tensor = torch.Tensor
 
 
 class TorchModel:
-    """`weights` are named as in the checkpoint. `config` and they are those of one rank where `ranks` has several."""
+    """`weights` are named as in the checkpoint; codes become numbers.
+
+    `config` and they are those of one rank where `ranks` has several.
+    """
 
     model: Llama
     cache: KVCache
 
-    def __init__(self, config: ModelConfig, weights: dict[str, Tensor], ranks: Collective | None = None) -> None:
+    def __init__(self, config: ModelConfig, weights: dict[str, Weight], ranks: Collective | None = None) -> None:
         self.config, self.weights, self.ranks = config, weights, ranks
-        self.dtype = weights["model.norm.weight"].dtype
+        self.dtype = dtype_of(weights)
+        as_numbers(weights, self.dtype)
         self.nbytes = sum(tensor.nbytes for tensor in weights.values())
 
     def attach(self, cache: KVCache, max_len: int) -> None:

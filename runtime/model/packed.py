@@ -17,28 +17,31 @@ from runtime.batch import Batch
 from runtime.kernels.library import PART, Kernels, Layer, Model, Step
 from runtime.kernels.pack import Packed, Unsupported, Weight, kind_of_dtype, pack, pack_gated, pack_together
 from runtime.kv_cache import KVCache
+from runtime.model.coded import StoredLinear
 from runtime.model.config import ModelConfig
 from runtime.model.quantized import GROUP, Quantized, quantize
 from runtime.model.rope import Rope
 
 Tensor = torch.Tensor
+Held = Weight | StoredLinear
 
 
 class PackedLlama:
     """`weights` are named as in the checkpoint, and taken out of the dictionary as they are packed.
 
+    Layers that the checkpoint codes stay codes where the kernels have such codes, and become numbers elsewhere.
     `bits` 8 or 4 makes codes of those of linear layers that are none yet; the head's are never fewer than 8.
     Raises `Unsupported` for what the kernels cannot do; nothing has been taken then.
     """
 
-    def __init__(self, config: ModelConfig, weights: dict[str, Weight], kernels: Kernels, bits: int = 0) -> None:
+    def __init__(self, config: ModelConfig, weights: dict[str, Held], kernels: Kernels, bits: int = 0) -> None:
         self.config, self.kernels, self.bits = config, kernels, bits
         self.threads = torch.get_num_threads()
         self.scratch = torch.empty(0, dtype=torch.uint8)
         self.kept: list[Tensor | Packed] = []  # what the structures below point into
         self.embedding = _check(config, weights, bits)
         self.dtype = self.embedding.dtype
-        self.head = pack(_coded(weights.pop("lm_head.weight", self.embedding), bits and 8))
+        self.head = pack(_coded(self._read(weights.pop("lm_head.weight", self.embedding)), bits and 8))
         self.layers = (Layer * config.num_layers)(*(self._layer(weights, i) for i in range(config.num_layers)))
         self.model = Model(
             layers=config.num_layers,
@@ -101,11 +104,17 @@ class PackedLlama:
             self.scratch = torch.empty(size + 64, dtype=torch.uint8)
         return -(-self.scratch.data_ptr() // 64) * 64
 
-    def _layer(self, weights: dict[str, Weight], index: int) -> Layer:
+    def _read(self, weight: Held) -> Weight:
+        if not isinstance(weight, StoredLinear):
+            return weight
+        coded = weight.unpacked()
+        return coded.quantized() or coded.dequantized().to(self.dtype)
+
+    def _layer(self, weights: dict[str, Held], index: int) -> Layer:
         name = f"model.layers.{index}."
 
         def take(part: str) -> Weight:
-            return _coded(weights.pop(f"{name}{part}_proj.weight"), self.bits)
+            return _coded(self._read(weights.pop(f"{name}{part}_proj.weight")), self.bits)
 
         biases = [weights.pop(f"{name}self_attn.{part}_proj.bias", None) for part in "qkv"]
         bias = torch.cat([one for one in biases if isinstance(one, Tensor)]) if biases[0] is not None else None
@@ -120,7 +129,7 @@ class PackedLlama:
             self._packed(pack(take("mlp.down"))),
         )
 
-    def _vector(self, tensor: Weight) -> int:
+    def _vector(self, tensor: Held) -> int:
         assert isinstance(tensor, Tensor)
         vector = tensor.float().contiguous()
         self.kept.append(vector)
@@ -135,7 +144,7 @@ def _coded(weight: Weight, bits: int) -> Weight:
     return quantize(weight, bits) if bits and isinstance(weight, Tensor) else weight
 
 
-def _check(config: ModelConfig, weights: dict[str, Weight], bits: int) -> Tensor:
+def _check(config: ModelConfig, weights: dict[str, Held], bits: int) -> Tensor:
     """The embedding. Raises `Unsupported` before anything is packed."""
     embedding = weights["model.embed_tokens.weight"]
     assert isinstance(embedding, Tensor)

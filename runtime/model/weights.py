@@ -1,8 +1,8 @@
 """Weights of the Llama family: read from safetensors (one file or shards), or made up for `--load-format dummy`.
 
-Every tensor the model uses must be there with its shape, as numbers or as a GGUF file's codes; what is there beyond
-them is refused by name, since it would mean another model than the one we compute. Of a tensor that ranks share, a rank
-reads its own part alone.
+Every tensor the model uses must be there with its shape, as numbers, in the checkpoint's coding or as a GGUF file's
+codes; what is there beyond them is refused by name, since it would mean another model than the one we compute. Of a
+tensor that ranks share, a rank reads its own part alone.
 """
 
 from __future__ import annotations
@@ -10,13 +10,14 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch.nn.functional import pad
 
+from runtime.model.coded import StoredLinear
+from runtime.model.coded_layers import CodedLayers, Stored
 from runtime.model.config import ConfigError, ModelConfig
 from runtime.model.quantized import Quantized
 from runtime.model.sharding import ALONE, Part, Rank, part_of
@@ -26,14 +27,6 @@ Progress = Callable[[list[Path]], Iterable[Path]]
 CODES = "quantized.safetensors"
 EMPTY = torch.empty(0)
 IGNORED = "rotary_emb.inv_freq"  # older checkpoints carry the derived frequencies
-
-
-class Stored(Protocol):
-    """A tensor in a file, of which what is asked for is read."""
-
-    def get_shape(self) -> list[int]: ...
-
-    def __getitem__(self, index: slice | tuple[slice, ...]) -> Tensor: ...
 
 
 def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
@@ -69,17 +62,20 @@ def load_weights(
     known: Collection[str] = (),
     rank: Rank = ALONE,
     device: torch.device | str = "cpu",
-) -> dict[str, Tensor]:
+) -> dict[str, Tensor | StoredLinear]:
     """A rank's part of all tensors of the checkpoint but `known` ones, as `dtype` (None: as stored), on `device`.
 
-    Each goes there by itself, so that the host holds one at a time.
+    Each goes there by itself, so that the host holds one at a time. Coded layers stay as they are.
     Raises `ConfigError` with one clear line. `progress` wraps the list of files, as tqdm does.
     """
     shapes = expected_shapes(config)
-    weights: dict[str, Tensor] = {}
+    weights: dict[str, Tensor | StoredLinear] = {}
+    coded = CodedLayers(config, shapes, rank, device)
     for file in progress(_files(folder)):
         for name, stored in _stored(file):
-            if IGNORED in name or name in known or (config.tied and name == "lm_head.weight"):
+            if IGNORED in name or name in known or (config.tied and name.startswith("lm_head.")):
+                continue
+            if coded.take(name, stored) or (name not in shapes and _says_nothing(name, stored, config)):
                 continue
             if name not in shapes:
                 raise ConfigError(f"{file.name}: tensor {name} is none of the model's")
@@ -88,10 +84,16 @@ def load_weights(
                 raise ConfigError(f"{file.name}: tensor {name} is {shape}, expected {shapes[name]}")
             tensor = _cut(stored, part_of(name, config, shape, rank))
             weights[name] = tensor.to(device, dtype)
+    weights |= coded.layers()
     missing = [name for name in shapes if name not in weights and name not in known]
     if missing:
         raise ConfigError(f"{folder}: {len(missing)} tensors are missing, the first is {missing[0]}")
     return weights
+
+
+def _says_nothing(name: str, stored: Stored, config: ModelConfig) -> bool:
+    """A bias of zeros: AutoGPTQ gives one to each layer that it codes."""
+    return config.coding is not None and name.endswith("_proj.bias") and not stored[:].any()
 
 
 def load_codes(folder: Path, config: ModelConfig) -> dict[str, Quantized]:

@@ -59,7 +59,7 @@ def test_several_eos_ids() -> None:
         ({"hidden_act": "gelu"}, "hidden_act gelu"),
         ({"use_sliding_window": True}, "use_sliding_window"),
         ({"attention_bias": True}, "attention_bias"),
-        ({"quantization_config": {"quant_method": "awq", "bits": 4}}, "quantized by awq"),
+        ({"quantization_config": {"quant_method": "bitsandbytes"}}, "quantized by bitsandbytes"),
     ],
 )
 def test_what_cannot_be_served_is_named(change: dict[str, Any], words: str) -> None:

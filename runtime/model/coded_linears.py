@@ -1,0 +1,207 @@
+"""Coded layers on a GPU: by torch's and flashinfer's kernels where they exist, else as numbers again.
+
+fp8 of tensors and channels: `torch._scaled_mm`; fp8 in blocks: flashinfer's kernel for Hopper (DeepGEMM's scheme); int8
+of weights and activations: `torch._int_mm`; 4 bits of weights alone: `torch._weight_int4pack_mm`. Results are bfloat16.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch.nn.functional import pad
+
+from runtime.model.coded import Coded, StoredLinear
+from runtime.model.coding import IN, OUT, Activations, Kind
+from runtime.model.linears import Linear, Numbers, SideBySide, Weight, pack_numbers
+
+Tensor = torch.Tensor
+MOST_FP8, MOST_INT8 = 448.0, 127.0
+LEAST = 1e-12  # of a scale: inputs that are all 0 have one too
+BLOCK = 128  # of fp8 in blocks
+GROUPS = (32, 64, 128, 256)  # inputs of a group that the int4 kernel has
+FEWEST = 32  # rows of an int8 product; torch wants more than 16
+TILE, TILES = 16, (8, 4, 2)  # inputs of one, and how many lie side by side for the int4 kernel
+
+
+@dataclass(frozen=True)
+class Device:
+    """What decides which kernels there are."""
+
+    capability: tuple[int, int]  # of CUDA
+    flashinfer: bool
+    dtype: torch.dtype  # of activations
+
+
+class Fp8:
+    """A scale for each output; inputs by one scale, or by one for each token."""
+
+    words = "fp8 by torch"
+
+    def __init__(self, coded: Coded, bias: Tensor | None) -> None:
+        n, _ = coded.codes.shape
+        self.weight, self.bias, self.static = coded.codes.contiguous().t(), bias, coded.input_scale
+        self.scale = _of_outputs(coded).reshape(1, n)
+        self.nbytes = self.weight.nbytes + self.scale.nbytes
+
+    def __call__(self, x: Tensor) -> Tensor:
+        scale = _scale(x, MOST_FP8, self.static)
+        codes = (x / scale).clamp_(-MOST_FP8, MOST_FP8).to(torch.float8_e4m3fn)
+        return torch._scaled_mm(codes, self.weight, scale, self.scale, bias=self.bias, out_dtype=x.dtype)
+
+
+class Fp8Blocks:
+    """A scale for each block of 128 by 128, inputs by one for each token's 128, which the kernel finds."""
+
+    words = "fp8 in blocks by flashinfer"
+
+    def __init__(self, coded: Coded, bias: Tensor | None) -> None:
+        self.kernel: Any = import_module("flashinfer.gemm").fp8_blockscale_gemm_sm90
+        self.codes, self.scale, self.bias = coded.codes.contiguous(), coded.scale, bias
+        self.nbytes = self.codes.nbytes + self.scale.nbytes
+
+    def __call__(self, x: Tensor) -> Tensor:
+        out: Tensor = self.kernel(x.contiguous(), self.codes, weight_scale=self.scale)
+        return out if self.bias is None else out.add_(self.bias)
+
+
+class Int8:
+    """A scale for each output; inputs by one scale, or by one for each token."""
+
+    words = "int8 by torch"
+
+    def __init__(self, coded: Coded, bias: Tensor | None) -> None:
+        self.weight, self.bias, self.static = coded.codes.contiguous().t(), bias, coded.input_scale
+        self.scale = _of_outputs(coded).reshape(1, -1)
+        self.nbytes = self.weight.nbytes + self.scale.nbytes
+
+    def __call__(self, x: Tensor) -> Tensor:
+        scale = _scale(x, MOST_INT8, self.static)
+        codes = (x / scale).round_().clamp_(-MOST_INT8, MOST_INT8).to(torch.int8)
+        sums = torch._int_mm(pad(codes, (0, 0, 0, max(0, FEWEST - len(x)))), self.weight)[: len(x)]
+        outputs = (sums.float() * scale * self.scale).to(x.dtype)
+        return outputs if self.bias is None else outputs.add_(self.bias)
+
+
+class Int4:
+    """Codes of groups of inputs; inputs are bfloat16."""
+
+    words = "int4 by torch"
+
+    def __init__(self, coded: Coded, bias: Tensor | None) -> None:
+        assert coded.zero is not None
+        pairs = coded.codes[:, ::2] << 4 | coded.codes[:, 1::2]  # the even input's bits are the upper ones
+        tiles = next(count for count in TILES if coded.codes.shape[IN] % (count * TILE) == 0)
+        self.weight = torch._convert_weight_to_int4pack(pairs.contiguous(), tiles)
+        offset = (8 - coded.zero) * coded.scale  # the kernel's codes are 8 above theirs
+        self.scales = torch.stack((coded.scale.t(), offset.t()), -1).bfloat16().contiguous()
+        self.group, self.order, self.bias = coded.block[IN], coded.order, bias
+        self.nbytes = self.weight.nbytes + self.scales.nbytes
+
+    def __call__(self, x: Tensor) -> Tensor:
+        x = x.contiguous() if self.order is None else x.index_select(1, self.order)
+        outputs: Tensor = torch._weight_int4pack_mm(x, self.weight, self.group, self.scales)
+        return outputs if self.bias is None else outputs.add_(self.bias)
+
+
+Kernel = Callable[[Coded, Tensor | None], Linear]
+
+
+def kernel_for(coded: Coded, activations: Activations, device: Device) -> Kernel | None:
+    """The one for such a layer on such a device; None where there is none."""
+    n, k = coded.codes.shape
+    quantizes = activations is not Activations.NUMBERS
+    if device.dtype != torch.bfloat16:
+        return None
+    if coded.kind is Kind.FP8 and coded.block == (BLOCK, BLOCK):
+        fits = device.flashinfer and n % 64 == 0 and k % BLOCK == 0
+        return Fp8Blocks if quantizes and fits and device.capability[0] == 9 else None
+    whole = coded.scale.shape[IN] == 1
+    if coded.kind is Kind.FP8:
+        fits = whole and n % 16 == 0 and k % 16 == 0
+        return Fp8 if quantizes and fits and device.capability >= (8, 9) else None
+    if coded.kind is Kind.INT8:
+        fits = whole and n % 8 == 0 and k % 8 == 0
+        return Int8 if quantizes and fits and device.capability >= (8, 0) else None
+    fits = coded.bits == 4 and coded.block[IN] in GROUPS and k % (TILES[-1] * TILE) == k % coded.block[IN] == n % 8 == 0
+    return Int4 if fits and device.capability >= (8, 0) else None
+
+
+class Packer:
+    """`Pack` for a device. `held` counts what layers became."""
+
+    def __init__(self, device: Device) -> None:
+        self.device = device
+        self.held: Counter[str] = Counter()
+
+    def __call__(self, weights: list[Weight], bias: Tensor | None) -> Linear:
+        numbers = [one for one in weights if isinstance(one, Tensor)]
+        if len(numbers) == len(weights):
+            return pack_numbers(weights, bias)
+        if numbers:
+            return SideBySide([self([one], None) for one in weights], bias)
+        stored = [one for one in weights if isinstance(one, StoredLinear)]
+        coded = [one.unpacked() for one in stored]
+        one = together(coded)
+        if one is None:
+            return SideBySide([self._linear(part, stored[0], None) for part in coded], bias)
+        return self._linear(one, stored[0], bias)
+
+    def _linear(self, coded: Coded, stored: StoredLinear, bias: Tensor | None) -> Linear:
+        kernel = kernel_for(coded, stored.coding.activations, self.device)
+        if kernel is None:
+            kind = str(self.device.dtype).removeprefix("torch.")
+            self.held[f"{stored.coding.name} as {kind}, for want of a kernel"] += 1
+            return Numbers(coded.dequantized().to(self.device.dtype), bias)
+        self.held[kernel.words] += 1  # type: ignore[attr-defined]
+        return kernel(coded, bias)
+
+    @property
+    def words(self) -> str:
+        """ "" where nothing was coded."""
+        return ", ".join(f"{count} layers {words}" for words, count in self.held.items())
+
+
+def together(parts: list[Coded]) -> Coded | None:
+    """Layers of the same inputs as one, outputs in order; None where their blocks or orders do not allow it."""
+    first = parts[0]
+    if len(parts) == 1:
+        return first
+    if any(not _alike(first, one) for one in parts):
+        return None
+    rows = first.block[OUT]
+    if rows and any(len(one.codes) % rows for one in parts[:-1]):
+        return None
+    scales = [one.scale if rows else one.scale.expand(len(one.codes), -1) for one in parts]
+    zeros = [one.zero for one in parts if one.zero is not None]
+    inputs = [one.input_scale for one in parts if one.input_scale is not None]
+    return replace(
+        first,
+        codes=torch.cat([one.codes for one in parts]),
+        scale=torch.cat(scales),
+        block=(rows or 1, first.block[IN]),
+        zero=torch.cat(zeros) if zeros else None,
+        input_scale=torch.stack(inputs).amax() if inputs else None,
+    )
+
+
+def _alike(one: Coded, other: Coded) -> bool:
+    if one.order is None or other.order is None:
+        return one.order is other.order
+    return torch.equal(one.order, other.order)
+
+
+def _of_outputs(coded: Coded) -> Tensor:
+    """float32[n, 1]."""
+    return coded.scale.expand(len(coded.codes), -1).contiguous()
+
+
+def _scale(x: Tensor, most: float, static: Tensor | None) -> Tensor:
+    """float32[T, 1] by which `x` [T, k] is divided, so that it fits into -most..most."""
+    if static is not None:
+        return static.repeat(len(x), 1)
+    return (x.abs().amax(-1, keepdim=True).float() / most).clamp_min_(LEAST)
