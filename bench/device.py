@@ -24,7 +24,7 @@ from ipc.sampling_params import SamplingParams
 from proc.llm import LLM
 from proc.settings import UsageError
 from runtime.model.config import ModelConfig, read_config
-from runtime.model.weights import expected_shapes
+from runtime.model.shapes import expected_shapes
 
 NAMES = ("procs", "depth", "rows", "step_ms", "floor_ms", "over_floor", "idle_fraction", "tokens_per_s")
 PROMPT = 128  # tokens before the decode steps

@@ -41,7 +41,11 @@ class Settings:
         "auto",
         "auto, cuda (one of CUDA_VISIBLE_DEVICES), cpu, sim, sim:NAME such as sim:h100-llama-3.1-8b, or sim:FILE.toml",
     )
-    dtype: str = flag("auto", "of weights and KV", choices=("auto", "float32", "bfloat16", "float16"))
+    dtype: str = flag(
+        "auto",
+        "of weights and KV; auto: the checkpoint's, bfloat16 of a quantized one",
+        choices=("auto", "float32", "bfloat16", "float16"),
+    )
     quantization: str = flag(
         "none",
         "of linear layers on the CPU: codes made while loading, or a GGUF file's own (some kinds anew in int8)",

@@ -9,10 +9,9 @@ from dataclasses import dataclass
 
 import torch
 
-from runtime.model.coding import ALL, IN, OUT, Axes, Coding, Kind, Packing
+from runtime.model.coding import IN, OUT, Coding, Kind, Packing
 from runtime.model.config import ConfigError
 from runtime.model.quantized import GROUP, ZERO, Quantized
-from runtime.model.sharding import Part
 
 Tensor = torch.Tensor
 AWQ_ORDER = [0, 2, 4, 6, 1, 3, 5, 7]
@@ -103,25 +102,6 @@ def as_numbers(weights: dict[str, Tensor | StoredLinear], dtype: torch.dtype) ->
     for name, one in weights.items():
         if isinstance(one, StoredLinear):
             weights[name] = one.unpacked().dequantized().to(dtype)
-
-
-def stored_shape(axes: Axes, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Of a tensor that belongs to a weight of `shape`."""
-    return tuple(1 if axis.per == ALL else -(-shape[axis.dim] // axis.per) for axis in axes)
-
-
-def stored_part(axes: Axes, held: Part, shape: tuple[int, ...]) -> Part | None:
-    """What belongs to a part of a weight of `shape`; None where the part does not end where an entry does.
-
-    `held` has no padding, the tensor one dimension at least.
-    """
-    for at, axis in enumerate(axes):
-        if axis.dim == held.dim and axis.per != ALL:
-            ends = (held.start, held.stop)
-            if any(end % axis.per and end != shape[held.dim] for end in ends):
-                return None
-            return Part(at, held.start // axis.per, -(-held.stop // axis.per))
-    return Part(0, 0, stored_shape(axes, shape)[0])
 
 
 def _repeated(entries: Tensor, dim: int, per: int, size: int) -> Tensor:

@@ -7,10 +7,10 @@ from typing import Protocol
 
 import torch
 
-from runtime.model.coded import StoredLinear, stored_part, stored_shape
-from runtime.model.coding import Axes, Coding, Kind
+from runtime.model.coded import StoredLinear
+from runtime.model.coding import Axes, Coding, Kind, stored_shape
 from runtime.model.config import ConfigError, ModelConfig
-from runtime.model.sharding import Part, Rank, part_of
+from runtime.model.sharding import Part, Rank, part_of, stored_part
 
 Tensor = torch.Tensor
 NUMBERS = ("F32", "F16", "BF16")

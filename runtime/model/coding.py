@@ -53,6 +53,11 @@ class Axis:
 Axes = tuple[Axis, ...]
 
 
+def stored_shape(axes: Axes, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Of a tensor that belongs to a weight of `shape`."""
+    return tuple(1 if axis.per == ALL else -(-shape[axis.dim] // axis.per) for axis in axes)
+
+
 @dataclass(frozen=True)
 class Coding:
     """`tensors`: what a coded layer consists of, by the suffix of its name."""

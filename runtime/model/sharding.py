@@ -10,7 +10,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from runtime.model.coding import ALL, Axes, stored_shape
 from runtime.model.config import ConfigError, ModelConfig
+from runtime.model.shapes import expected_shapes
 
 MOST = 64  # ranks
 VOCABULARY = ("model.embed_tokens.weight", "lm_head.weight")
@@ -66,8 +68,21 @@ def _obstacle(config: ModelConfig, size: int) -> str:
         return f"{config.num_heads} attention heads"
     if config.intermediate_size % size:
         return f"{config.intermediate_size} intermediate features"
-    shared = 0 in (config.num_kv_heads % size, size % config.num_kv_heads)
-    return "" if shared else f"{config.num_kv_heads} KV heads"
+    if config.num_kv_heads % size and size % config.num_kv_heads:
+        return f"{config.num_kv_heads} KV heads"
+    return _obstacle_of_codes(config, size)
+
+
+def _obstacle_of_codes(config: ModelConfig, size: int) -> str:
+    if config.coding is None or size == 1:
+        return ""
+    if not config.coding.ordered:
+        return "groups of inputs in an order of their own (desc_act)"
+    for name, shape in expected_shapes(replace(config, num_layers=1)).items():
+        for axes in config.coding.tensors.values() if name.endswith("_proj.weight") else ():
+            if axes and stored_part(axes, part_of(name, config, shape, Rank(0, size)), shape) is None:
+                return f"groups of {name.split('.')[-2]}"
+    return ""
 
 
 def part_of(name: str, config: ModelConfig, shape: tuple[int, ...], rank: Rank) -> Part:
@@ -82,6 +97,20 @@ def part_of(name: str, config: ModelConfig, shape: tuple[int, ...], rank: Rank) 
     if kind in ("o_proj", "down_proj"):
         return _even(1, shape[1], rank)
     return Part(0, 0, shape[0])
+
+
+def stored_part(axes: Axes, held: Part, shape: tuple[int, ...]) -> Part | None:
+    """What belongs to a part of a weight of `shape`; None where the part does not end where an entry does.
+
+    `held` has no padding, the tensor one dimension at least.
+    """
+    for at, axis in enumerate(axes):
+        if axis.dim == held.dim and axis.per != ALL:
+            ends = (held.start, held.stop)
+            if any(end % axis.per and end != shape[held.dim] for end in ends):
+                return None
+            return Part(at, held.start // axis.per, -(-held.stop // axis.per))
+    return Part(0, 0, stored_shape(axes, shape)[0])
 
 
 def ids(vocab_size: int, rank: Rank) -> Part:

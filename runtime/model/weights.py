@@ -20,6 +20,7 @@ from runtime.model.coded import StoredLinear
 from runtime.model.coded_layers import CodedLayers, Stored
 from runtime.model.config import ConfigError, ModelConfig
 from runtime.model.quantized import Quantized
+from runtime.model.shapes import expected_shapes
 from runtime.model.sharding import ALONE, Part, Rank, part_of
 
 Tensor = torch.Tensor
@@ -27,31 +28,6 @@ Progress = Callable[[list[Path]], Iterable[Path]]
 CODES = "quantized.safetensors"
 EMPTY = torch.empty(0)
 IGNORED = "rotary_emb.inv_freq"  # older checkpoints carry the derived frequencies
-
-
-def expected_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Name → shape of every tensor of the model."""
-    hidden, dim = config.hidden_size, config.head_dim
-    shapes: dict[str, tuple[int, ...]] = {
-        "model.embed_tokens.weight": (config.vocab_size, hidden),
-        "model.norm.weight": (hidden,),
-    }
-    if not config.tied:
-        shapes["lm_head.weight"] = (config.vocab_size, hidden)
-    for layer in range(config.num_layers):
-        name = f"model.layers.{layer}."
-        shapes[name + "input_layernorm.weight"] = shapes[name + "post_attention_layernorm.weight"] = (hidden,)
-        shapes[name + "self_attn.o_proj.weight"] = (hidden, config.num_heads * dim)
-        shapes[name + "mlp.down_proj.weight"] = (hidden, config.intermediate_size)
-        for part in ("gate", "up"):
-            shapes[f"{name}mlp.{part}_proj.weight"] = (config.intermediate_size, hidden)
-        for part, heads in (("q", config.num_heads), ("k", config.num_kv_heads), ("v", config.num_kv_heads)):
-            shapes[f"{name}self_attn.{part}_proj.weight"] = (heads * dim, hidden)
-            if config.qkv_bias:
-                shapes[f"{name}self_attn.{part}_proj.bias"] = (heads * dim,)
-        if config.qk_norm:
-            shapes[name + "self_attn.q_norm.weight"] = shapes[name + "self_attn.k_norm.weight"] = (dim,)
-    return shapes
 
 
 def load_weights(

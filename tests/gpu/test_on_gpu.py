@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -28,13 +29,16 @@ from runtime.device.filters import Filters, FlashinferFilters, TorchFilters
 from runtime.device.staging import Staging
 from runtime.kv_cache import KVCache
 from runtime.limits import Limits
+from runtime.model.coded_linears import Device, Packer
 from runtime.model.config import ModelConfig
 from runtime.model.layer_ops import FlashinferLayerOps, LayerOps, TorchLayerOps
 from runtime.model.llama import Llama
 from runtime.model.rope import Rope
 from runtime.request import Request
+from tests.coded_checkpoints import FORMATS
 from tests.cuda_engine import CudaEngine
 from tests.fakes import Engine, request
+from tests.model.test_coded_linears import BIAS, KERNELS, X, layers, product
 from tests.runtime.attention_batches import Slots
 from tests.runtime.test_cpu_device import requests, weights
 
@@ -282,3 +286,28 @@ def test_no_step_waits_for_the_device() -> None:
         torch.cuda.set_sync_debug_mode("default")
     engine.run()
     assert all(len(answer.ids) for answer in engine.answers.values())
+
+
+@pytest.mark.parametrize(("name", "kind", "inputs"), KERNELS)
+def test_codes_are_multiplied_eagerly_and_in_a_graph(
+    tmp_path: Path, name: str, kind: type, inputs: dict[str, float] | None
+) -> None:
+    """By the kernel that this GPU has, or as numbers where it has none."""
+    gpu = CudaAccelerator(0)
+    with gpu.launching(), torch.inference_mode():
+        packer = Packer(Device(gpu.capability, backend().fused, torch.bfloat16))
+        stored, weight = layers(tmp_path, FORMATS[name], "cuda")
+        linear, x, out = packer([*stored], BIAS.cuda()), X.cuda(), torch.zeros(5, 512, device="cuda").bfloat16()
+        replay = gpu.recorded(lambda: _into(out, linear(x)))
+        out.zero_()
+        replay()
+        eager = linear(x[:1])
+    gpu.close()
+    print(packer.words)
+    expected = product(weight, inputs if isinstance(linear, kind) else None)
+    torch.testing.assert_close(out.float().cpu(), expected, rtol=0.02, atol=0.03)
+    torch.testing.assert_close(eager.float().cpu(), expected[:1], rtol=0.02, atol=0.03)
+
+
+def _into(out: torch.Tensor, found: torch.Tensor) -> None:
+    out.copy_(found)

@@ -12,8 +12,9 @@ from safetensors.torch import load_file, save_file
 
 from runtime.model.coded import StoredLinear, as_numbers
 from runtime.model.config import ConfigError, ModelConfig, parse_config, read_config
+from runtime.model.shapes import expected_shapes
 from runtime.model.sharding import Rank, part_of
-from runtime.model.weights import dummy_weights, expected_shapes, load_weights
+from runtime.model.weights import dummy_weights, load_weights
 from tests.coded_checkpoints import FORMATS, fp8_blocks, gptq, raw_of, write
 
 CONFIG = ModelConfig("Qwen2ForCausalLM", 96, 256, 256, 2, 4, 4, 64, 512, 1e-5, 1e4, qkv_bias=True)

@@ -76,12 +76,18 @@ def in_codes(x: Tensor, group: int, most: float = 448, static: float | None = No
     return ((codes.to(torch.float8_e4m3fn).float() if most == 448 else codes.round()) * scale).flatten(-2)
 
 
-def layers(folder: Path, made: Format) -> tuple[list[StoredLinear], Tensor]:
+def layers(folder: Path, made: Format, device: str = "cpu") -> tuple[list[StoredLinear], Tensor]:
     """Queries, keys and values, and what their weights mean."""
     meaning = write(folder, raw_of(CONFIG), dummy_weights(CONFIG, torch.float32), made)
-    loaded = load_weights(folder, read_config(folder), torch.bfloat16)
+    loaded = load_weights(folder, read_config(folder), torch.bfloat16, device=device)
     stored = [one for one in (loaded[name] for name in QKV) if isinstance(one, StoredLinear)]
     return stored, torch.cat([meaning[name] for name in QKV])
+
+
+def product(weight: Tensor, inputs: dict[str, float] | None) -> Tensor:
+    """X times a weight plus BIAS; `inputs`: how they are coded."""
+    x = X.float() if inputs is None else in_codes(X, **inputs)  # type: ignore[arg-type]
+    return x @ weight.t() + BIAS.float()
 
 
 KERNELS = [
@@ -105,8 +111,7 @@ def test_a_kernel_computes_what_the_codes_mean(tmp_path: Path, name: str, kind: 
     packer = Packer(HOPPER)
     linear = packer([*stored], BIAS)
     assert isinstance(linear, kind) and packer.words == f"1 layers {kind.words}"  # type: ignore[attr-defined]
-    x = X.float() if inputs is None else in_codes(X, **inputs)  # type: ignore[arg-type]
-    expected = x @ weight.t() + BIAS.float()
+    expected = product(weight, inputs)
     for rows in (1, 5):
         torch.testing.assert_close(linear(X[:rows]).float(), expected[:rows], rtol=0.02, atol=0.02)
 

@@ -17,8 +17,9 @@ from runtime.collective import Collective
 from runtime.model import weights as weights_module
 from runtime.model.config import ConfigError, ModelConfig
 from runtime.model.llama import Llama
+from runtime.model.shapes import expected_shapes
 from runtime.model.sharding import Rank, config_of
-from runtime.model.weights import dummy_weights, expected_shapes, load_weights
+from runtime.model.weights import dummy_weights, load_weights
 from tests.model.test_llama import CASES, oracle, ours
 
 CONFIG = ModelConfig("Qwen2ForCausalLM", 97, 32, 48, 2, 8, 4, 4, 64, 1e-6, 1e4, qkv_bias=True)

@@ -24,7 +24,7 @@ from runtime.limits import Limits
 from runtime.model.config import ModelConfig
 from runtime.model.on_torch import TorchModel
 from runtime.model.packed import PackedLlama
-from runtime.model.weights import expected_shapes
+from runtime.model.shapes import expected_shapes
 from runtime.request import Request
 from runtime.sampling_on_torch import TorchOps
 from runtime.sampling_ops import SamplingOps
