@@ -184,14 +184,16 @@ def _model(quantization: str, config: ModelConfig, weights: dict[str, Any], rank
     from runtime.model.on_torch import TorchModel
     from runtime.model.packed import PackedLlama
 
+    was = f", {config.coding.name} as numbers" if config.coding else ""
     if ranks.rank.size > 1:  # a step of the kernels is one call, in which ranks could not meet
-        return TorchModel(config, weights, ranks), f"plain torch, rank {ranks.rank.index} of {ranks.rank.size}"
-    reason, codes = "", config.coding.name if config.coding else quantization.removeprefix("none")
+        return TorchModel(config, weights, ranks), f"plain torch, rank {ranks.rank.index} of {ranks.rank.size}{was}"
+    reason = ""
     try:
         found = kernels()
         if found is not None:
             packed = PackedLlama(config, weights, found, {"int8": 8, "int4": 4}.get(quantization, 0))
-            return packed, f"{found.name} kernels{f', {codes}' if codes else ''}"
+            codes = [quantization] if quantization != "none" else [f"{n} {words}" for words, n in packed.held.items()]
+            return packed, ", ".join([f"{found.name} kernels", *codes])
     except Unsupported as error:
         reason = f" (no kernels for {error})"
     except ValueError as error:
@@ -199,7 +201,7 @@ def _model(quantization: str, config: ModelConfig, weights: dict[str, Any], rank
     if quantization != "none":
         reason = reason or ", which are not built here or switched off by SIDESTEP_KERNELS"
         raise UsageError(f"--quantization {quantization} needs the C kernels{reason}")
-    return TorchModel(config, weights), f"plain torch{reason}"
+    return TorchModel(config, weights), f"plain torch{reason}{was}"
 
 
 def _sampling_ops() -> SamplingOps:

@@ -7,6 +7,7 @@ torch path's in bfloat16 by being more exact. Knows no slots and no plans.
 from __future__ import annotations
 
 import ctypes
+from collections import Counter
 from ctypes import byref
 
 import numpy as np
@@ -38,6 +39,7 @@ class PackedLlama:
         self.config, self.kernels, self.bits = config, kernels, bits
         self.threads = torch.get_num_threads()
         self.scratch = torch.empty(0, dtype=torch.uint8)
+        self.held: Counter[str] = Counter()  # what the checkpoint's coded layers became
         self.kept: list[Tensor | Packed] = []  # what the structures below point into
         self.embedding = _check(config, weights, bits)
         self.dtype = self.embedding.dtype
@@ -108,7 +110,10 @@ class PackedLlama:
         if not isinstance(weight, StoredLinear):
             return weight
         coded = weight.unpacked()
-        return coded.quantized() or coded.dequantized().to(self.dtype)
+        codes = coded.quantized()
+        kind = f"int{codes.bits}" if codes else str(self.dtype).removeprefix("torch.")
+        self.held[f"{weight.coding.name} as {kind}"] += 1
+        return codes or coded.dequantized().to(self.dtype)
 
     def _layer(self, weights: dict[str, Held], index: int) -> Layer:
         name = f"model.layers.{index}."
