@@ -5,7 +5,7 @@
 
 static int runs(const char *name) {
 #if defined(SIDESTEP_ANY_TARGET)
-    if (!strcmp(name, "avx512")) return 1;
+    if (!strcmp(name, "avx512") || !strcmp(name, "avx512bf16")) return 1;
 #endif
 #if defined(__x86_64__)
     __builtin_cpu_init();
@@ -14,7 +14,11 @@ static int runs(const char *name) {
                  __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
     if (!strcmp(name, "avx2")) return avx2;
     if (!strcmp(name, "avx512")) return avx512;
-    if (!strcmp(name, "avx512vnni")) return avx512 && __builtin_cpu_supports("avx512vnni");
+    int vnni = avx512 && __builtin_cpu_supports("avx512vnni");
+    if (!strcmp(name, "avx512vnni")) return vnni;
+#if defined(KNOWS_BF16)
+    if (!strcmp(name, "avx512bf16")) return vnni && __builtin_cpu_supports("avx512bf16");
+#endif
 #endif
     return !strcmp(name, "portable");
 }
@@ -23,6 +27,9 @@ static int runs(const char *name) {
 const Kernels *sidestep_kernels(int32_t index) {
     static const Kernels *const all[] = {
 #if defined(__x86_64__)
+#if defined(KNOWS_BF16)
+        &kernels_avx512bf16,
+#endif
 #if !defined(SIDESTEP_ANY_TARGET)
         &kernels_avx512vnni,
 #endif

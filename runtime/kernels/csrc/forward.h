@@ -1,7 +1,7 @@
 /* A whole step: embedding, every layer, the last norm. One region, a meeting after each stage. */
 typedef struct {
     float *x, *normed, *qkv, *attended, *gated, *parts; /* [T][hidden], ..., the parts of long decode rows */
-    int8_t *codes;                                      /* [T] rows of coded inputs */
+    int8_t *codes;                                      /* [T] rows of coded inputs, or of pairs */
     char *threads;
     int64_t each;
 } NAME(Room);
@@ -24,7 +24,7 @@ static int64_t NAME(furnish)(NAME(Room) *room, char *base, const Model *m, int64
     if (widest < m->hidden) widest = m->hidden;
     if (widest < m->intermediate) widest = m->intermediate;
     room->codes = base ? (int8_t *)(base + at) : NULL;
-    at += NAME(up)(tokens * coded_row(widest));
+    at += NAME(up)(tokens * NAME(input_row)(widest));
     room->threads = base ? base + at : NULL;
     return at;
 }
@@ -76,12 +76,12 @@ static void NAME(forward)(const Model *model, const Step *step, float *hidden, v
 }
 
 static int64_t NAME(linear_size)(const Linear *layer, int32_t rows, int32_t threads) {
-    return NAME(up)(rows * coded_row(layer->k)) + threads * (int64_t)LINEAR_ROOM * 4;
+    return NAME(up)(rows * NAME(input_row)(layer->k)) + threads * (int64_t)LINEAR_ROOM * 4;
 }
 
 static void NAME(linear)(const Linear *layer, const float *x, int32_t rows, float *out, void *scratch, int32_t threads) {
     int8_t *codes = scratch;
-    TEAM_RUN(threads, (char *)scratch + NAME(up)(rows * coded_row(layer->k)), LINEAR_ROOM * 4,
+    TEAM_RUN(threads, (char *)scratch + NAME(up)(rows * NAME(input_row)(layer->k)), LINEAR_ROOM * 4,
              linear_stage(team, mine, layer, x, layer->k, rows, PUT, out, layer->n, codes));
 }
 

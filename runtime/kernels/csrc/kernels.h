@@ -94,5 +94,10 @@ typedef struct {
     void (*penalise)(float *logits, int32_t size, const Penalty *, int32_t count, int32_t threads);
 } Kernels;
 
-extern const Kernels kernels_portable, kernels_avx2, kernels_avx512, kernels_avx512vnni;
+extern const Kernels kernels_portable, kernels_avx2, kernels_avx512, kernels_avx512vnni, kernels_avx512bf16;
+
+/* Compilers that know every instruction set here; the newest ones are left out by others. */
+#if defined(__clang__) ? __clang_major__ >= 9 : __GNUC__ >= 11
+#define KNOWS_BF16
+#endif
 #endif

@@ -14,6 +14,35 @@ enum { ROWS_PAIR = 1, ROWS_ONE = 3 };
 #endif
 enum { ROWS_MOST = ROWS_PAIR > ROWS_ONE ? ROWS_PAIR : ROWS_ONE, COLUMNS_MOST = 2 * VECTORS };
 
+/* Where there are products of pairs, bfloat16 weights meet inputs that are rounded to bfloat16 too, once for a layer:
+ * such a row is k / 2 lanes, which pass for floats here. */
+enum { KIND_PAIRS = 4 };
+#if defined(PAIRS_OF_BF16)
+INLINE int NAME(met_as)(int kind) { return kind == KIND_BF16 ? KIND_PAIRS : kind; }
+#else
+INLINE int NAME(met_as)(int kind) { return kind; }
+#endif
+
+/* The two products of each lane, the second first, added to its sum. Denormals may count as 0. */
+INLINE vf NAME(pairs_of)(vf sums, vu weights, vu inputs) {
+#if VL == 16 && defined(__AVX512BF16__)
+    return (vf)_mm512_dpbf16_ps((__m512)sums, (__m512bh)weights, (__m512bh)inputs);
+#else
+    sums += (vf)(weights & 0xffff0000u) * (vf)(inputs & 0xffff0000u);
+    return sums + (vf)(weights << 16) * (vf)(inputs << 16);
+#endif
+}
+
+static void NAME(pair_row)(const float *x, int k, uint16_t *pairs) {
+    for (int i = 0; i < k; i += VL) {
+        float some[VL] = {0};
+        size_t count = (size_t)(k - i < VL ? k - i : VL);
+        memcpy(some, x + i, count * sizeof(float));
+        vh rounded = to_bf16(load(some));
+        memcpy(pairs + i, &rounded, count * sizeof(uint16_t));
+    }
+}
+
 /* A line of a tile is a 32-bit lane for each column with so many inputs, the first in the lowest bits. */
 INLINE int NAME(inputs_of_line)(int kind) { return kind == KIND_F32 ? 1 : 2; }
 
@@ -24,6 +53,17 @@ static inline int64_t NAME(tile_bytes)(int kind, int64_t k) { return k / NAME(in
 INLINE vf NAME(weight_in)(int kind, vu lanes, int i) {
     if (kind == KIND_F32) return (vf)lanes;
     return (vf)(i ? lanes & 0xffff0000u : lanes << 16);
+}
+
+INLINE void NAME(add_pairs)(int rows, int columns, const float *x, int64_t ldx, const vu *lanes,
+                            vf (*acc)[COLUMNS_MOST]) {
+#pragma GCC unroll 16
+    for (int r = 0; r < rows; r++) {
+        uint32_t two;
+        memcpy(&two, x + r * ldx, sizeof two);
+#pragma GCC unroll 8
+        for (int c = 0; c < columns; c++) acc[r][c] = NAME(pairs_of)(acc[r][c], lanes[c], (vu){0} + two);
+    }
 }
 
 INLINE void NAME(add_products)(int rows, int columns, const float *x, int64_t ldx, const vf *weight,
@@ -52,6 +92,10 @@ INLINE void NAME(pass)(int kind, int rows, int tiles, const float *x, int64_t ld
             for (int t = 0; t < tiles; t++) __builtin_prefetch(w + t * step + AHEAD);
 #pragma GCC unroll 8
         for (int c = 0; c < columns; c++) lanes[c] = *(const vuu *)(w + c / VECTORS * step + c % VECTORS * VL * 4);
+        if (kind == KIND_PAIRS) {
+            NAME(add_pairs)(rows, columns, x + i / 2, ldx, lanes, acc);
+            continue;
+        }
 #pragma GCC unroll 8
         for (int j = 0; j < inputs; j++) {
 #pragma GCC unroll 8
@@ -114,7 +158,7 @@ static void NAME(multiply)(int kind, int rows, const float *x, int64_t ldx, cons
     if (kind == KIND_F32)
         NAME(multiply_kind)(KIND_F32, rows, x, ldx, w, step, k, out, ldo, fresh);
     else
-        NAME(multiply_kind)(KIND_BF16, rows, x, ldx, w, step, k, out, ldo, fresh);
+        NAME(multiply_kind)(NAME(met_as)(KIND_BF16), rows, x, ldx, w, step, k, out, ldo, fresh);
 }
 #define multiply NAME(multiply)
 
@@ -123,10 +167,11 @@ static void NAME(linear_pair)(const Linear *layer, int pair, const float *x, int
                               float *buffer) {
     int64_t bytes = tile_bytes(layer->kind, layer->k);
     const char *tiles = (const char *)layer->data + 2 * pair * bytes;
+    int each = NAME(met_as)(layer->kind) == KIND_PAIRS ? 2 : 1; /* inputs of an element of x */
     for (int k = 0; k < layer->k; k += K_BLOCK) {
         int now = layer->k - k < K_BLOCK ? layer->k - k : K_BLOCK;
-        multiply(layer->kind, to - from, x + from * ldx + k, ldx, tiles + tile_bytes(layer->kind, k), bytes, now, buffer,
-                 2 * TILE, k == 0);
+        multiply(layer->kind, to - from, x + from * ldx + k / each, ldx, tiles + tile_bytes(layer->kind, k), bytes, now,
+                 buffer, 2 * TILE, k == 0);
     }
 }
 #define linear_pair NAME(linear_pair)
@@ -159,8 +204,11 @@ static void NAME(finish)(const Linear *layer, int pair, int from, int to, const 
 
 static inline int NAME(pairs)(const Linear *layer) { return (layer->n + 2 * TILE - 1) / (2 * TILE); }
 
+/* Bytes of a row of inputs as a layer may want them. */
+INLINE int64_t NAME(input_row)(int64_t k) { return coded_row(k) > 2 * k ? coded_row(k) : 2 * k; }
+
 /* A stage: every pair of tiles with every block of rows is a task; inputs are more than a pair's weights, so they are
- * what stays in the cache from one task to the next. Coded layers make `codes` of their inputs first. */
+ * what stays in the cache from one task to the next. Coded layers make `codes` of their inputs first, pairs likewise. */
 static void NAME(linear_stage)(Team *team, char *mine, const Linear *layer, const float *x, int64_t ldx, int rows,
                                int how, float *out, int64_t ldo, int8_t *codes) {
     int pairs = NAME(pairs)(layer), tasks = (rows + ROW_BLOCK - 1) / ROW_BLOCK * pairs;
@@ -168,6 +216,12 @@ static void NAME(linear_stage)(Team *team, char *mine, const Linear *layer, cons
     if (is_coded(layer->kind)) {
         NAME(code_stage)(team, x, ldx, rows, layer->k, codes);
         meet(team);
+    } else if (NAME(met_as)(layer->kind) == KIND_PAIRS) {
+        uint16_t *rounded = (uint16_t *)codes;
+        for (int r = take(team); r < rows; r = take(team))
+            NAME(pair_row)(x + r * ldx, layer->k, rounded + (int64_t)r * layer->k);
+        meet(team);
+        x = (const float *)rounded, ldx = layer->k / 2;
     }
     for (int task = take(team); task < tasks; task = take(team)) {
         int pair = task % pairs, from = task / pairs * ROW_BLOCK, to = from + ROW_BLOCK < rows ? from + ROW_BLOCK : rows;
