@@ -192,7 +192,11 @@ def _model(quantization: str, config: ModelConfig, weights: dict[str, Any], rank
         found = kernels()
         if found is not None:
             packed = PackedLlama(config, weights, found, {"int8": 8, "int4": 4}.get(quantization, 0))
-            codes = [quantization] if quantization != "none" else [f"{n} {words}" for words, n in packed.held.items()]
+            codes = (
+                [quantization]
+                if quantization != "none"
+                else [f"{words} ({count})" for words, count in packed.held.items()]
+            )
             return packed, ", ".join([f"{found.name} kernels", *codes])
     except Unsupported as error:
         reason = f" (no kernels for {error})"

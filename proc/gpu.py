@@ -30,7 +30,7 @@ from runtime.device.graphs import graph_sizes, recorded
 from runtime.device.histories import bytes_per_history
 from runtime.device.warm_up import largest_step, warm_up
 from runtime.kv_cache import KVCache, bytes_per_block
-from runtime.model.coded_linears import Device, Packer
+from runtime.model.coded_linears import Device, Packer, cuda_version
 from runtime.model.config import read_config
 from runtime.model.layer_ops import FlashinferLayerOps, TorchLayerOps
 from runtime.model.linears import dtype_of
@@ -82,7 +82,7 @@ class _Building:
         self.dtype = dtype_of(weights)
         self.backend, self.words = self.chosen()
         fused = self.backend.fused
-        packer = Packer(Device(gpu.capability, fused, self.dtype))
+        packer = Packer(Device(gpu.capability, cuda_version(), self.dtype))
         ops = FlashinferLayerOps() if fused else TorchLayerOps()
         self.model = Llama(self.held, weights, self.longest, ranks, ops, packer)
         self.words += f"; {packer.words}" if packer.words else ""

@@ -140,10 +140,10 @@ def _grouped(weight: Tensor, bits: int, group: int, symmetric: bool, shuffled: b
 def _words(codes: NDArray[np.int64], bits: int, order: list[int] | None = None) -> Tensor:
     """[..., count] of codes as int32[..., count * bits / 32]; `order`: which of a word's codes stands where."""
     per = 32 // bits
-    words = np.zeros((*codes.shape[:-1], -(-codes.shape[-1] // per)), np.int64)
-    for at in range(codes.shape[-1]):
-        place = at % per if order is None else order.index(at % per)
-        words[..., at // per] |= codes[..., at] << bits * place
+    whole = np.pad(codes, [(0, 0)] * (codes.ndim - 1) + [(0, -codes.shape[-1] % per)])
+    words = np.zeros((*whole.shape[:-1], whole.shape[-1] // per), np.int64)
+    for at in range(per):
+        words |= whole[..., at::per] << bits * (at if order is None else order.index(at))
     return torch.from_numpy(words.astype(np.uint32).view(np.int32))
 
 
@@ -154,7 +154,7 @@ def gptq(bits: int = 4, group: int = 32, shuffled: bool = False, v2: bool = Fals
             "qweight": _words(made.codes, bits).t().contiguous(),
             "qzeros": _words(made.zeros.T - (0 if v2 else 1), bits),
             "scales": made.scales.t().contiguous(),
-            "g_idx": torch.from_numpy(made.groups).int(),
+            "g_idx": torch.from_numpy(made.groups).int(),  # which some tools leave out
             "bias": torch.zeros(len(weight)).half(),
         }
         return tensors, made.meaning

@@ -48,6 +48,8 @@ class Coded:
         """The same in the groups of the CPU's kernels; None where they have no such codes."""
         if self.kind is Kind.FP8 or self.order is not None or self.codes.shape[IN] % GROUP or self.block[IN] % GROUP:
             return None
+        if not torch.allclose(self.scale.half().float(), self.scale, rtol=0.01, atol=0):  # beyond float16
+            return None
         if self.zero is None:
             return Quantized((self.codes.short() + ZERO).byte(), self._of_groups(self.scale))
         if self.bits == 8:
@@ -67,6 +69,7 @@ class StoredLinear:
     It is unpacked one layer at a time, since a code takes a byte then.
     """
 
+    name: str  # of the weight
     coding: Coding
     shape: tuple[int, int]
     parts: dict[str, Tensor]
@@ -83,18 +86,19 @@ class StoredLinear:
         scale = next(one for one in found if one is not None).float()
         scale = scale.t() if "scales" in parts else scale.reshape(1, 1) if scale.dim() < 2 else scale
         input_scale = parts["input_scale"].float().reshape(()) if "input_scale" in coding.tensors else None
-        order = None if coding.ordered else self._order()
+        order = self._order() if coding.order in parts else None
         if order is not None:
             codes = codes[:, order]
         return Coded(coding.kind, coding.bits, codes, scale.contiguous(), coding.block, zero, order, input_scale)
 
-    def _order(self) -> Tensor:
-        groups = self.parts["g_idx" if "g_idx" in self.parts else "weight_g_idx"].long()
+    def _order(self) -> Tensor | None:
+        """None where inputs stand as their groups do. A rank's groups do not begin with 0."""
+        groups = self.parts[self.coding.order].long()
         order = groups.argsort(stable=True)
-        even = torch.arange(len(order), device=order.device) // self.coding.block[IN]
-        if not torch.equal(groups[order], even):
-            raise ConfigError("the groups of g_idx are not all of group_size inputs")
-        return order
+        even = torch.arange(len(order), device=order.device) // (self.coding.block[IN] or len(order))
+        if not torch.equal(groups[order] - groups.amin(), even):
+            raise ConfigError(f"{self.name}: the groups of {self.coding.order} are not all of group_size inputs")
+        return None if torch.equal(order, torch.arange(len(order), device=order.device)) else order
 
 
 def as_numbers(weights: dict[str, Tensor | StoredLinear], dtype: torch.dtype) -> None:
@@ -106,13 +110,13 @@ def as_numbers(weights: dict[str, Tensor | StoredLinear], dtype: torch.dtype) ->
 
 def _repeated(entries: Tensor, dim: int, per: int, size: int) -> Tensor:
     """Each entry along `dim` for `per` numbers, `size` in all."""
-    return entries.repeat_interleave(per or size, dim).narrow(dim, 0, size) if per != 1 else entries
+    per = min(per or size, size)
+    return entries.repeat_interleave(per, dim).narrow(dim, 0, size) if per > 1 else entries
 
 
 def _bits(words: Tensor, bits: int) -> Tensor:
     """int32[...] as uint8[..., codes of a word], lowest bits first."""
-    shifts = torch.arange(0, WORD, bits, device=words.device, dtype=torch.int32)
-    return (words[..., None] >> shifts & (1 << bits) - 1).byte()
+    return torch.stack([(words >> shift & (1 << bits) - 1).byte() for shift in range(0, WORD, bits)], -1)
 
 
 def _plain(layer: StoredLinear) -> tuple[Tensor, None]:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from math import prod
 from typing import Protocol
 
 import torch
 
 from runtime.model.coded import StoredLinear
-from runtime.model.coding import Axes, Coding, Kind, stored_shape
+from runtime.model.coding import IN, Axes, Axis, Coding, Kind, stored_shape
 from runtime.model.config import ConfigError, ModelConfig
 from runtime.model.sharding import Part, Rank, part_of, stored_part
 
@@ -16,7 +17,6 @@ Tensor = torch.Tensor
 NUMBERS = ("F32", "F16", "BF16")
 CODES = {Kind.FP8: ("F8_E4M3",), Kind.INT8: ("I8",), Kind.CODES: ("I32",)}
 PACKED = ("qweight", "qzeros", "weight_packed", "weight_zero_point")
-ORDER = ("g_idx", "weight_g_idx")
 
 
 class Stored(Protocol):
@@ -37,6 +37,7 @@ class CodedLayers:
     ) -> None:
         self.config, self.shapes, self.rank, self.device = config, shapes, rank, device
         self._parts: dict[str, dict[str, Tensor]] = defaultdict(dict)
+        self._spared: set[str] = set()  # weights that are numbers
 
     def take(self, name: str, stored: Stored) -> bool:
         """Whether the tensor is a coded layer's, and therefore taken. Raises `ConfigError` for one that cannot be."""
@@ -44,13 +45,18 @@ class CodedLayers:
         weight = layer + ".weight"
         if coding is None or len(self.shapes.get(weight, ())) != 2 or weight == "model.embed_tokens.weight":
             return False
-        if suffix not in coding.tensors:
-            return suffix in coding.ignored
         kind = stored.get_dtype()
-        if suffix == "weight" and kind in NUMBERS:  # a layer that was spared
+        if suffix == "weight" and kind in NUMBERS:
+            self._spared.add(weight)
             return False
-        axes = coding.tensors[suffix]
+        axes = {**coding.tensors, coding.order: (Axis(IN),)}.get(suffix)
+        if axes is None:
+            return suffix in coding.ignored
         _check(name, kind, tuple(stored.get_shape()), coding, stored_shape(axes, self.shapes[weight]))
+        if suffix == coding.order and self.rank.size > 1 and (stored[()].diff() < 0).any():
+            raise ConfigError(
+                f"--tensor-parallel-size {self.rank.size}: groups of {weight} do not stand in order (desc_act)"
+            )
         index = self._part(weight, axes).index if axes else ()
         self._parts[weight][suffix] = stored[index].contiguous().to(self.device)
         return True
@@ -62,12 +68,19 @@ class CodedLayers:
 
     def _layer(self, coding: Coding, weight: str) -> StoredLinear:
         parts = self._parts[weight]
+        if weight in self._spared:
+            raise ConfigError(f"tensor {weight} is numbers, but {next(iter(parts))} of the layer is there too")
         if missing := [suffix for suffix in coding.tensors if suffix not in parts]:
             raise ConfigError(f"tensor {weight.removesuffix('weight')}{missing[0]} is missing")
         n, k = self.shapes[weight]
         held = self._held(weight)
         size = held.stop - held.start
-        return StoredLinear(coding, (size, k) if held.dim == 0 else (n, size), parts)
+        layer = StoredLinear(weight, coding, (size, k) if held.dim == 0 else (n, size), parts)
+        if self.rank.size > 1 and layer.unpacked().order is not None:
+            raise ConfigError(
+                f"--tensor-parallel-size {self.rank.size}: inputs of {weight} are not in their groups' order"
+            )
+        return layer
 
     def _part(self, weight: str, axes: Axes) -> Part:
         found = stored_part(axes, self._held(weight), self.shapes[weight])
@@ -85,8 +98,8 @@ class CodedLayers:
 def _check(name: str, kind: str, shape: tuple[int, ...], coding: Coding, expected: tuple[int, ...]) -> None:
     suffix = name.rpartition(".")[2]
     codes = suffix == "weight" or suffix in PACKED
-    known = CODES[coding.kind] if codes else ("I32", "I64") if suffix in ORDER else NUMBERS
+    known = CODES[coding.kind] if codes else ("I32", "I64") if suffix == coding.order else NUMBERS
     if kind not in known:
         raise ConfigError(f"tensor {name} is {kind}, expected {' or '.join(known)}")
-    if shape != expected and not (expected == () and shape == (1,)):
+    if shape != expected and not (expected == () and prod(shape) == 1):
         raise ConfigError(f"tensor {name} is {shape}, expected {expected}")

@@ -1,40 +1,56 @@
-"""Coded layers on a GPU: by torch's and flashinfer's kernels where they exist, else as numbers again.
+"""Coded layers on a GPU: by torch's kernels where they exist, else as numbers again.
 
-fp8 of tensors and channels: `torch._scaled_mm`; fp8 in blocks: flashinfer's kernel for Hopper (DeepGEMM's scheme); int8
-of weights and activations: `torch._int_mm`; 4 bits of weights alone: `torch._weight_int4pack_mm`. Results are bfloat16.
+fp8: `torch._scaled_mm`, of tensors and channels, and in blocks (DeepSeek's scheme, by cuBLAS on Hopper); int8 of
+weights and activations: `torch._int_mm`; 4 bits of weights alone: `torch._weight_int4pack_mm`. Results are bfloat16.
 """
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from importlib import import_module
-from typing import Any
+from typing import Protocol
 
 import torch
 from torch.nn.functional import pad
 
 from runtime.model.coded import Coded, StoredLinear
-from runtime.model.coding import IN, OUT, Activations, Kind
+from runtime.model.coding import ALL, IN, OUT, Activations, Kind
 from runtime.model.linears import Linear, Numbers, SideBySide, Weight, pack_numbers
 
 Tensor = torch.Tensor
 MOST_FP8, MOST_INT8 = 448.0, 127.0
 LEAST = 1e-12  # of a scale: inputs that are all 0 have one too
 BLOCK = 128  # of fp8 in blocks
+BLOCK_INPUTS = 4 * BLOCK  # torch versions lay out the scales of other numbers of inputs differently
+BLOCK_ROWS = 4  # cuBLAS wants a multiple
 GROUPS = (32, 64, 128, 256)  # inputs of a group that the int4 kernel has
 FEWEST = 32  # rows of an int8 product; torch wants more than 16
 TILE, TILES = 16, (8, 4, 2)  # inputs of one, and how many lie side by side for the int4 kernel
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Device:
     """What decides which kernels there are."""
 
-    capability: tuple[int, int]  # of CUDA
-    flashinfer: bool
+    capability: tuple[int, int]  # of the GPU
+    cuda: tuple[int, int]  # version that torch is built for
     dtype: torch.dtype  # of activations
+
+
+def cuda_version() -> tuple[int, int]:
+    """What torch is built for."""
+    major, minor = (torch.version.cuda or "0.0").split(".")[:2]
+    return int(major), int(minor)
+
+
+class Kernel(Protocol):
+    """Makes a layer that computes by it."""
+
+    words: str
+
+    def __call__(self, coded: Coded, bias: Tensor | None) -> Linear: ...
 
 
 class Fp8:
@@ -43,30 +59,33 @@ class Fp8:
     words = "fp8 by torch"
 
     def __init__(self, coded: Coded, bias: Tensor | None) -> None:
-        n, _ = coded.codes.shape
         self.weight, self.bias, self.static = coded.codes.contiguous().t(), bias, coded.input_scale
-        self.scale = _of_outputs(coded).reshape(1, n)
+        self.scale = _of_outputs(coded)
         self.nbytes = self.weight.nbytes + self.scale.nbytes
 
     def __call__(self, x: Tensor) -> Tensor:
-        scale = _scale(x, MOST_FP8, self.static)
-        codes = (x / scale).clamp_(-MOST_FP8, MOST_FP8).to(torch.float8_e4m3fn)
-        return torch._scaled_mm(codes, self.weight, scale, self.scale, bias=self.bias, out_dtype=x.dtype)
+        scale = _scale(x, MOST_FP8) if self.static is None else self.static.repeat(len(x), 1)
+        return torch._scaled_mm(_fp8(x / scale), self.weight, scale, self.scale, bias=self.bias, out_dtype=x.dtype)
 
 
 class Fp8Blocks:
-    """A scale for each block of 128 by 128, inputs by one for each token's 128, which the kernel finds."""
+    """A scale for each block of 128 by 128; inputs by one for each token's 128."""
 
-    words = "fp8 in blocks by flashinfer"
+    words = "fp8 in blocks by torch"
 
     def __init__(self, coded: Coded, bias: Tensor | None) -> None:
-        self.kernel: Any = import_module("flashinfer.gemm").fp8_blockscale_gemm_sm90
-        self.codes, self.scale, self.bias = coded.codes.contiguous(), coded.scale, bias
-        self.nbytes = self.codes.nbytes + self.scale.nbytes
+        self.weight, self.bias = coded.codes.contiguous().t(), bias
+        self.scale = coded.scale.contiguous().t()
+        self.nbytes = self.weight.nbytes + self.scale.nbytes
 
     def __call__(self, x: Tensor) -> Tensor:
-        out: Tensor = self.kernel(x.contiguous(), self.codes, weight_scale=self.scale)
-        return out if self.bias is None else out.add_(self.bias)
+        rows = pad(x, (0, 0, 0, -len(x) % BLOCK_ROWS))
+        blocks = rows.reshape(len(rows), -1, BLOCK)
+        scale = _scale(blocks, MOST_FP8)
+        by_column = scale[..., 0].t().contiguous().t()  # a column's scales lie side by side
+        codes = _fp8(blocks / scale).flatten(1)
+        outputs = torch._scaled_mm(codes, self.weight, by_column, self.scale, out_dtype=x.dtype)[: len(x)]
+        return outputs if self.bias is None else outputs + self.bias
 
 
 class Int8:
@@ -76,11 +95,11 @@ class Int8:
 
     def __init__(self, coded: Coded, bias: Tensor | None) -> None:
         self.weight, self.bias, self.static = coded.codes.contiguous().t(), bias, coded.input_scale
-        self.scale = _of_outputs(coded).reshape(1, -1)
+        self.scale = _of_outputs(coded)
         self.nbytes = self.weight.nbytes + self.scale.nbytes
 
     def __call__(self, x: Tensor) -> Tensor:
-        scale = _scale(x, MOST_INT8, self.static)
+        scale = _scale(x, MOST_INT8) if self.static is None else self.static
         codes = (x / scale).round_().clamp_(-MOST_INT8, MOST_INT8).to(torch.int8)
         sums = torch._int_mm(pad(codes, (0, 0, 0, max(0, FEWEST - len(x)))), self.weight)[: len(x)]
         outputs = (sums.float() * scale * self.scale).to(x.dtype)
@@ -108,27 +127,32 @@ class Int4:
         return outputs if self.bias is None else outputs.add_(self.bias)
 
 
-Kernel = Callable[[Coded, Tensor | None], Linear]
-
-
 def kernel_for(coded: Coded, activations: Activations, device: Device) -> Kernel | None:
     """The one for such a layer on such a device; None where there is none."""
-    n, k = coded.codes.shape
-    quantizes = activations is not Activations.NUMBERS
     if device.dtype != torch.bfloat16:
         return None
-    if coded.kind is Kind.FP8 and coded.block == (BLOCK, BLOCK):
-        fits = device.flashinfer and n % 64 == 0 and k % BLOCK == 0
-        return Fp8Blocks if quantizes and fits and device.capability[0] == 9 else None
-    whole = coded.scale.shape[IN] == 1
-    if coded.kind is Kind.FP8:
-        fits = whole and n % 16 == 0 and k % 16 == 0
-        return Fp8 if quantizes and fits and device.capability >= (8, 9) else None
-    if coded.kind is Kind.INT8:
-        fits = whole and n % 8 == 0 and k % 8 == 0
-        return Int8 if quantizes and fits and device.capability >= (8, 0) else None
-    fits = coded.bits == 4 and coded.block[IN] in GROUPS and k % (TILES[-1] * TILE) == k % coded.block[IN] == n % 8 == 0
-    return Int4 if fits and device.capability >= (8, 0) else None
+    if coded.kind is Kind.CODES:
+        return Int4 if _fits_int4(coded, device) else None
+    if activations is Activations.NUMBERS:
+        return None
+    if coded.block == (BLOCK, BLOCK):
+        return Fp8Blocks if _fits_blocks(coded, device) else None
+    kernel, multiple, least = (Fp8, 16, (8, 9)) if coded.kind is Kind.FP8 else (Int8, 8, (8, 0))
+    by_output = coded.scale.shape[IN] == 1 and coded.block[OUT] in (1, ALL)
+    aligned = all(size % multiple == 0 for size in coded.codes.shape)
+    return kernel if by_output and aligned and device.capability >= least else None
+
+
+def _fits_int4(coded: Coded, device: Device) -> bool:
+    (n, k), group = coded.codes.shape, coded.block[IN]
+    groups = coded.bits == 4 and group in GROUPS and k % group == 0
+    return groups and n % 8 == 0 and k % (TILES[-1] * TILE) == 0 and device.capability >= (8, 0)
+
+
+def _fits_blocks(coded: Coded, device: Device) -> bool:
+    n, k = coded.codes.shape
+    aligned = coded.kind is Kind.FP8 and n % BLOCK == k % BLOCK_INPUTS == 0
+    return aligned and device.capability == (9, 0) and device.cuda >= (12, 9)
 
 
 class Packer:
@@ -155,15 +179,18 @@ class Packer:
         kernel = kernel_for(coded, stored.coding.activations, self.device)
         if kernel is None:
             kind = str(self.device.dtype).removeprefix("torch.")
-            self.held[f"{stored.coding.name} as {kind}, for want of a kernel"] += 1
+            words = f"{stored.coding.name} as {kind}, for want of a kernel"
+            if words not in self.held:
+                log.warning("%s takes the memory of the original: %s", words, stored.name)
+            self.held[words] += 1
             return Numbers(coded.dequantized().to(self.device.dtype), bias)
-        self.held[kernel.words] += 1  # type: ignore[attr-defined]
+        self.held[kernel.words] += 1
         return kernel(coded, bias)
 
     @property
     def words(self) -> str:
-        """ "" where nothing was coded."""
-        return ", ".join(f"{count} layers {words}" for words, count in self.held.items())
+        """ "" where nothing was coded. Layers of the same inputs count once."""
+        return ", ".join(f"{words} ({count})" for words, count in self.held.items())
 
 
 def together(parts: list[Coded]) -> Coded | None:
@@ -196,12 +223,14 @@ def _alike(one: Coded, other: Coded) -> bool:
 
 
 def _of_outputs(coded: Coded) -> Tensor:
-    """float32[n, 1]."""
-    return coded.scale.expand(len(coded.codes), -1).contiguous()
+    """float32[1, n]."""
+    return coded.scale.expand(len(coded.codes), 1).contiguous().t()
 
 
-def _scale(x: Tensor, most: float, static: Tensor | None) -> Tensor:
-    """float32[T, 1] by which `x` [T, k] is divided, so that it fits into -most..most."""
-    if static is not None:
-        return static.repeat(len(x), 1)
+def _scale(x: Tensor, most: float) -> Tensor:
+    """float32[..., 1] by which the rows of `x` [..., k] are divided, so that they fit into -most..most."""
     return (x.abs().amax(-1, keepdim=True).float() / most).clamp_min_(LEAST)
+
+
+def _fp8(x: Tensor) -> Tensor:
+    return x.clamp_(-MOST_FP8, MOST_FP8).to(torch.float8_e4m3fn)

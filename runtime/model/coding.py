@@ -69,21 +69,22 @@ class Coding:
     tensors: dict[str, Axes]
     activations: Activations = Activations.NUMBERS
     packing: Packing = Packing.NONE
-    ordered: bool = True  # else `g_idx` names the group of each input
+    order: str = ""  # the tensor that names the group of each input, where a layer has one
     zero_is_less: int = 0  # by which stored zero points are too small
     ignored: tuple[str, ...] = ()  # further tensors of a layer, which say nothing new
 
     @property
     def name(self) -> str:
-        bits = "" if self.kind is Kind.FP8 else f" with {self.bits} bits"
-        return self.method + bits
+        if self.method == "fp8":
+            return self.method
+        return f"{self.method} with {'fp8' if self.kind is Kind.FP8 else f'{self.bits} bits'}"
 
 
 def read_coding(raw: dict[str, Any]) -> Coding:
     """`raw` is what `config.json` calls quantization_config. Raises `CodingError`."""
     readers = {"fp8": _fp8, "compressed-tensors": _compressed, "awq": _awq, "gptq": _gptq}
-    method = raw.get("quant_method")
-    if method not in readers:
+    method = raw.get("quant_method") if isinstance(raw, dict) else None
+    if not isinstance(method, str) or method not in readers:
         raise CodingError(
             f"a checkpoint quantized by {method or 'something unnamed'} is not supported; what is: "
             f"{', '.join(readers)}, the original in float32, bfloat16 or float16, or a GGUF file"
@@ -95,9 +96,24 @@ def read_coding(raw: dict[str, Any]) -> Coding:
 
 
 def _want(method: str, name: str, value: object, *known: object) -> None:
-    if value not in known:
+    if not any(type(value) is type(one) and value == one for one in known):
         words = ", ".join(str(one) for one in known)
         raise CodingError(f"quantization_config of {method}: {name} {value} is not supported; supported is {words}")
+
+
+def _size(method: str, name: str, value: object) -> int:
+    """Of a block or group; -1 is all."""
+    if type(value) is not int or not (value == -1 or 0 < value < 1 << 31):
+        raise CodingError(f"quantization_config of {method}: {name} {value} is not a size")
+    return ALL if value == -1 else value
+
+
+def _block(method: str, name: str, value: Any) -> tuple[int, int]:
+    """As a list, or as compressed-tensors once wrote it: 128x128."""
+    sizes = [int(one) for one in value.split("x") if one.isdecimal()] if isinstance(value, str) else value
+    if not isinstance(sizes, list) or len(sizes) != 2:
+        raise CodingError(f"quantization_config of {method}: {name} {value} is not two sizes")
+    return _size(method, name, sizes[0]), _size(method, name, sizes[1])
 
 
 def _fp8(raw: dict[str, Any]) -> Coding:
@@ -105,36 +121,42 @@ def _fp8(raw: dict[str, Any]) -> Coding:
     _want("fp8", "activation_scheme", scheme, "dynamic", "static")
     _want("fp8", "fmt", raw.get("fmt", "e4m3"), "e4m3", "float8_e4m3fn")
     weight: Axes = Axis(OUT), Axis(IN)
-    if size := raw.get("weight_block_size"):
+    if raw.get("weight_block_size") is not None:
         _want("fp8", "activation_scheme of blocks", scheme, "dynamic")
-        in_blocks = {"weight": weight, "weight_scale_inv": _blocks(size)}
-        return Coding("fp8", Kind.FP8, 8, (size[0], size[1]), in_blocks, Activations.DYNAMIC)
+        block = _block("fp8", "weight_block_size", raw["weight_block_size"])
+        in_blocks = {"weight": weight, "weight_scale_inv": _axes(block)}
+        return Coding("fp8", Kind.FP8, 8, block, in_blocks, Activations.DYNAMIC)
     tensors: dict[str, Axes] = {"weight": weight, "weight_scale": ()} | (
         {"input_scale": ()} if scheme == "static" else {}
     )
     return Coding("fp8", Kind.FP8, 8, (ALL, ALL), tensors, Activations(scheme), ignored=("input_scale",))
 
 
-def _blocks(size: Any) -> Axes:
-    return Axis(OUT, size[0]), Axis(IN, size[1])
+def _axes(block: tuple[int, int]) -> Axes:
+    return Axis(OUT, block[OUT]), Axis(IN, block[IN])
 
 
 def _compressed(raw: dict[str, Any]) -> Coding:
     method, groups = "compressed-tensors", list(raw["config_groups"].values())
     _want(method, "number of config_groups", len(groups), 1)
     _want(method, "targets", groups[0]["targets"], ["Linear"])
-    _want(method, "kv_cache_scheme", raw.get("kv_cache_scheme"), None)
     _want(method, "output_activations", groups[0].get("output_activations"), None)
     _want(method, "sparsity_config", (raw.get("sparsity_config") or {}).get("format", "dense"), "dense")
     _want(method, "transform_config", raw.get("transform_config") or None, None)
     layout, weights, inputs = raw["format"], groups[0]["weights"], groups[0].get("input_activations")
-    _want(method, "format", layout, "float-quantized", "int-quantized", "pack-quantized")
+    types = {
+        "float-quantized": ("float",),
+        "int-quantized": ("int",),
+        "naive-quantized": ("float", "int"),
+        "pack-quantized": ("int",),
+    }
+    _want(method, "format", layout, *types)
     packed = layout == "pack-quantized"
-    _want(method, "type of weights", weights["type"], "float" if layout == "float-quantized" else "int")
+    _want(method, "type of weights", weights["type"], *types[layout])
     _want(method, "num_bits of weights", weights["num_bits"], *((4, 8) if packed else (8,)))
-    _want(method, "symmetric of weights", weights.get("symmetric", True), *((True, False) if packed else (True,)))
+    _want(method, "symmetric of weights", weights.get("symmetric", True), True, *((False,) if packed else ()))
     block = _compressed_block(weights, packed)
-    return _packed(weights, inputs, block) if packed else _whole(layout, weights, inputs, block)
+    return _packed(weights, inputs, block) if packed else _whole(weights, inputs, block)
 
 
 def _compressed_block(weights: dict[str, Any], packed: bool) -> tuple[int, int]:
@@ -142,22 +164,23 @@ def _compressed_block(weights: dict[str, Any], packed: bool) -> tuple[int, int]:
     known = ("group", "channel") if packed else ("tensor", "channel", "block")
     _want("compressed-tensors", "strategy of weights", strategy, *known)
     if strategy == "block":
-        rows, columns = weights["block_structure"]
-        return rows, columns
-    return {"tensor": (ALL, ALL), "channel": (1, ALL), "group": (1, weights.get("group_size") or ALL)}[strategy]
+        return _block("compressed-tensors", "block_structure", weights["block_structure"])
+    if strategy == "group":
+        return 1, _size("compressed-tensors", "group_size", weights.get("group_size"))
+    return (1 if strategy == "channel" else ALL), ALL
 
 
-def _whole(layout: str, weights: dict[str, Any], inputs: dict[str, Any] | None, block: tuple[int, int]) -> Coding:
-    kind = Kind.FP8 if layout == "float-quantized" else Kind.INT8
+def _whole(weights: dict[str, Any], inputs: dict[str, Any] | None, block: tuple[int, int]) -> Coding:
+    kind = Kind.FP8 if weights["type"] == "float" else Kind.INT8
     by_tensor = block == (ALL, ALL)
-    tensors: dict[str, Axes] = {"weight": (Axis(OUT), Axis(IN)), "weight_scale": () if by_tensor else _blocks(block)}
-    activations = _activations(inputs, weights["type"], weights["strategy"])
+    tensors: dict[str, Axes] = {"weight": (Axis(OUT), Axis(IN)), "weight_scale": () if by_tensor else _axes(block)}
+    activations = _activations(inputs, weights["type"], block[IN])
     if activations is Activations.STATIC:
         tensors["input_scale"] = ()
     return Coding("compressed-tensors", kind, 8, block, tensors, activations)
 
 
-def _activations(inputs: dict[str, Any] | None, kind: str, weights: str) -> Activations:
+def _activations(inputs: dict[str, Any] | None, kind: str, group: int) -> Activations:
     method = "compressed-tensors"
     if inputs is None:
         return Activations.NUMBERS
@@ -167,32 +190,30 @@ def _activations(inputs: dict[str, Any] | None, kind: str, weights: str) -> Acti
     dynamic = inputs.get("dynamic", False)
     _want(method, "dynamic of input_activations", dynamic, True, False)
     strategy = inputs.get("strategy") or "tensor"
-    by_block = weights == "block"
-    known = ("group",) if by_block else ("token", "tensor") if dynamic else ("tensor",)
+    known = ("group",) if group else ("token", "tensor") if dynamic else ("tensor",)
     _want(method, "strategy of input_activations", strategy, *known)
+    if group:
+        _want(method, "group_size of input_activations", inputs.get("group_size"), group)
     return Activations.DYNAMIC if dynamic else Activations.STATIC
 
 
 def _packed(weights: dict[str, Any], inputs: dict[str, Any] | None, block: tuple[int, int]) -> Coding:
     method, bits = "compressed-tensors", weights["num_bits"]
     _want(method, "input_activations of packed weights", inputs, None)
-    _want(method, "actorder", weights.get("actorder"), None, "weight", "static", "group")
-    tensors: dict[str, Axes] = {"weight_packed": (Axis(OUT), Axis(IN, 32 // bits)), "weight_scale": _blocks(block)}
+    tensors: dict[str, Axes] = {"weight_packed": (Axis(OUT), Axis(IN, 32 // bits)), "weight_scale": _axes(block)}
     if not weights.get("symmetric", True):
         tensors["weight_zero_point"] = (Axis(OUT, 32 // bits), Axis(IN, block[1]))
-    ordered = weights.get("actorder") != "group" or block[1] == ALL
-    if not ordered:
-        tensors["weight_g_idx"] = (Axis(IN),)
-    kind, packing, ignored = Kind.CODES, Packing.ALONG, ("weight_shape", "weight_g_idx")
-    return Coding(method, kind, bits, block, tensors, packing=packing, ordered=ordered, ignored=ignored)
+    packing, ignored = Packing.ALONG, ("weight_shape",)
+    order = "weight_g_idx"
+    return Coding(method, Kind.CODES, bits, block, tensors, packing=packing, order=order, ignored=ignored)
 
 
 def _awq(raw: dict[str, Any]) -> Coding:
     bits = raw.get("bits", raw.get("w_bit"))
     _want("awq", "bits", bits, 4)
-    _want("awq", "version", str(raw.get("version", "gemm")).lower(), "gemm")
+    _want("awq", "version", str(raw.get("version") or raw.get("format") or "gemm").lower(), "gemm")
     _want("awq", "zero_point", raw.get("zero_point", True), True)
-    block = 1, _group_size(raw.get("group_size", raw.get("q_group_size")))
+    block = 1, _size("awq", "group_size", raw.get("group_size", raw.get("q_group_size")))
     tensors: dict[str, Axes] = {
         "qweight": (Axis(IN), Axis(OUT, 8)),
         "qzeros": (Axis(IN, block[1]), Axis(OUT, 8)),
@@ -202,27 +223,17 @@ def _awq(raw: dict[str, Any]) -> Coding:
 
 
 def _gptq(raw: dict[str, Any]) -> Coding:
-    bits, block = raw["bits"], (1, _group_size(raw["group_size"]))
+    """Modules that `dynamic` leaves out the file tells."""
+    bits, block = raw["bits"], (1, _size("gptq", "group_size", raw["group_size"]))
     _want("gptq", "bits", bits, 4, 8)
-    _want("gptq", "dynamic", raw.get("dynamic") or None, None)
-    layout = raw.get("checkpoint_format") or "gptq"
+    changed = [rule for rule in raw.get("dynamic") or {} if not rule.startswith("-:")]
+    _want("gptq", "dynamic", changed, [])
+    layout = raw.get("checkpoint_format") or raw.get("format") or "gptq"
     _want("gptq", "checkpoint_format", layout, "gptq", "gptq_v2")
     tensors: dict[str, Axes] = {
         "qweight": (Axis(IN, 32 // bits), Axis(OUT)),
         "qzeros": (Axis(IN, block[1]), Axis(OUT, 32 // bits)),
         "scales": (Axis(IN, block[1]), Axis(OUT)),
     }
-    ordered = not raw.get("desc_act", False) or block[1] == ALL
-    if not ordered:
-        tensors["g_idx"] = (Axis(IN),)
-    less, ignored = int(layout == "gptq"), ("g_idx",)
-    packing = Packing.GPTQ
-    return Coding(
-        "gptq", Kind.CODES, bits, block, tensors, packing=packing, ordered=ordered, zero_is_less=less, ignored=ignored
-    )
-
-
-def _group_size(size: Any) -> int:
-    if not isinstance(size, int) or size == 0 or size < -1:
-        raise CodingError(f"quantization_config: group_size {size} is not supported")
-    return ALL if size == -1 else size
+    less, packing = int(layout == "gptq"), Packing.GPTQ
+    return Coding("gptq", Kind.CODES, bits, block, tensors, packing=packing, order="g_idx", zero_is_less=less)

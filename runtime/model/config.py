@@ -54,11 +54,21 @@ class ModelConfig:
 
 def read_config(folder: Path) -> ModelConfig:
     """Raises `ConfigError` for a missing or broken file, an unknown architecture or an unknown rope type."""
-    try:
-        raw = json.loads((folder / "config.json").read_text())
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{folder}: config.json cannot be read: {error}") from None
+    raw = _json(folder / "config.json")
+    for method, name in (("gptq", "quantize_config.json"), ("awq", "quant_config.json")):  # where older tools write it
+        if "quantization_config" not in raw and (folder / name).exists():
+            raw["quantization_config"] = {"quant_method": method} | _json(folder / name)
     return parse_config(raw)
+
+
+def _json(file: Path) -> dict[str, Any]:
+    try:
+        raw = json.loads(file.read_text())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{file.parent}: {file.name} cannot be read: {error}") from None
+    if not isinstance(raw, dict):
+        raise ConfigError(f"{file.parent}: {file.name} is no object")
+    return raw
 
 
 def parse_config(raw: dict[str, Any]) -> ModelConfig:

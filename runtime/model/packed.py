@@ -43,7 +43,8 @@ class PackedLlama:
         self.kept: list[Tensor | Packed] = []  # what the structures below point into
         self.embedding = _check(config, weights, bits)
         self.dtype = self.embedding.dtype
-        self.head = pack(_coded(self._read(weights.pop("lm_head.weight", self.embedding)), bits and 8))
+        (head,) = self._read([weights.pop("lm_head.weight", self.embedding)])
+        self.head = pack(_coded(head, bits and 8))
         self.layers = (Layer * config.num_layers)(*(self._layer(weights, i) for i in range(config.num_layers)))
         self.model = Model(
             layers=config.num_layers,
@@ -106,20 +107,24 @@ class PackedLlama:
             self.scratch = torch.empty(size + 64, dtype=torch.uint8)
         return -(-self.scratch.data_ptr() // 64) * 64
 
-    def _read(self, weight: Held) -> Weight:
-        if not isinstance(weight, StoredLinear):
-            return weight
-        coded = weight.unpacked()
-        codes = coded.quantized()
+    def _read(self, weights: list[Held]) -> list[Weight]:
+        """Layers that lie together; none is coded beside one that the checkpoint spares."""
+        spares = any(isinstance(one, Tensor) for one in weights)
+        return [self._as_held(one, spares) if isinstance(one, StoredLinear) else one for one in weights]
+
+    def _as_held(self, stored: StoredLinear, as_numbers: bool) -> Weight:
+        coded = stored.unpacked()
+        codes = None if as_numbers else coded.quantized()
         kind = f"int{codes.bits}" if codes else str(self.dtype).removeprefix("torch.")
-        self.held[f"{weight.coding.name} as {kind}"] += 1
+        self.held[f"{stored.coding.name} as {kind}"] += 1
         return codes or coded.dequantized().to(self.dtype)
 
     def _layer(self, weights: dict[str, Held], index: int) -> Layer:
         name = f"model.layers.{index}."
 
-        def take(part: str) -> Weight:
-            return _coded(self._read(weights.pop(f"{name}{part}_proj.weight")), self.bits)
+        def take(*parts: str) -> list[Weight]:
+            taken = self._read([weights.pop(f"{name}{part}_proj.weight") for part in parts])
+            return [_coded(one, self.bits) for one in taken]
 
         biases = [weights.pop(f"{name}self_attn.{part}_proj.bias", None) for part in "qkv"]
         bias = torch.cat([one for one in biases if isinstance(one, Tensor)]) if biases[0] is not None else None
@@ -128,10 +133,10 @@ class PackedLlama:
             self._vector(weights.pop(name + "input_layernorm.weight")),
             self._vector(weights.pop(name + "post_attention_layernorm.weight")),
             *(None if norm is None else self._vector(norm) for norm in norms),
-            self._packed(pack_together([take(f"self_attn.{part}") for part in "qkv"], bias)),
-            self._packed(pack(take("self_attn.o"))),
-            self._packed(pack_gated(take("mlp.gate"), take("mlp.up"))),
-            self._packed(pack(take("mlp.down"))),
+            self._packed(pack_together(take("self_attn.q", "self_attn.k", "self_attn.v"), bias)),
+            self._packed(pack(take("self_attn.o")[0])),
+            self._packed(pack_gated(*take("mlp.gate", "mlp.up"))),
+            self._packed(pack(take("mlp.down")[0])),
         )
 
     def _vector(self, tensor: Held) -> int:

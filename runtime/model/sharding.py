@@ -76,8 +76,6 @@ def _obstacle(config: ModelConfig, size: int) -> str:
 def _obstacle_of_codes(config: ModelConfig, size: int) -> str:
     if config.coding is None or size == 1:
         return ""
-    if not config.coding.ordered:
-        return "groups of inputs in an order of their own (desc_act)"
     for name, shape in expected_shapes(replace(config, num_layers=1)).items():
         for axes in config.coding.tensors.values() if name.endswith("_proj.weight") else ():
             if axes and stored_part(axes, part_of(name, config, shape, Rank(0, size)), shape) is None:

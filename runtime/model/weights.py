@@ -27,6 +27,7 @@ Tensor = torch.Tensor
 Progress = Callable[[list[Path]], Iterable[Path]]
 CODES = "quantized.safetensors"
 EMPTY = torch.empty(0)
+KV_SCALES = ("k_scale", "v_scale", "q_scale", "prob_scale", "output_scale")
 IGNORED = "rotary_emb.inv_freq"  # older checkpoints carry the derived frequencies
 
 
@@ -68,8 +69,9 @@ def load_weights(
 
 
 def _says_nothing(name: str, stored: Stored, config: ModelConfig) -> bool:
-    """A bias of zeros: AutoGPTQ gives one to each layer that it codes."""
-    return config.coding is not None and name.endswith("_proj.bias") and not stored[:].any()
+    """A bias of zeros, which AutoGPTQ gives to each layer that it codes, or a scale of keys and values in fp8."""
+    kind = name.rpartition(".")[2]
+    return config.coding is not None and (kind in KV_SCALES or (kind == "bias" and not stored[:].any()))
 
 
 def load_codes(folder: Path, config: ModelConfig) -> dict[str, Quantized]:

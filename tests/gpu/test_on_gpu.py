@@ -29,7 +29,7 @@ from runtime.device.filters import Filters, FlashinferFilters, TorchFilters
 from runtime.device.staging import Staging
 from runtime.kv_cache import KVCache
 from runtime.limits import Limits
-from runtime.model.coded_linears import Device, Packer
+from runtime.model.coded_linears import Device, Packer, cuda_version
 from runtime.model.config import ModelConfig
 from runtime.model.layer_ops import FlashinferLayerOps, LayerOps, TorchLayerOps
 from runtime.model.llama import Llama
@@ -295,18 +295,19 @@ def test_codes_are_multiplied_eagerly_and_in_a_graph(
     """By the kernel that this GPU has, or as numbers where it has none."""
     gpu = CudaAccelerator(0)
     with gpu.launching(), torch.inference_mode():
-        packer = Packer(Device(gpu.capability, backend().fused, torch.bfloat16))
+        packer = Packer(Device(gpu.capability, cuda_version(), torch.bfloat16))
         stored, weight = layers(tmp_path, FORMATS[name], "cuda")
-        linear, x, out = packer([*stored], BIAS.cuda()), X.cuda(), torch.zeros(5, 512, device="cuda").bfloat16()
+        linear, x, out = packer([*stored], BIAS.cuda()), X.cuda(), torch.zeros(300, 512, device="cuda").bfloat16()
         replay = gpu.recorded(lambda: _into(out, linear(x)))
         out.zero_()
         replay()
-        eager = linear(x[:1])
+        eager = [linear(x[:rows]) for rows in (1, 5, 40)]
     gpu.close()
     print(packer.words)
     expected = product(weight, inputs if isinstance(linear, kind) else None)
     torch.testing.assert_close(out.float().cpu(), expected, rtol=0.02, atol=0.03)
-    torch.testing.assert_close(eager.float().cpu(), expected[:1], rtol=0.02, atol=0.03)
+    for one in eager:
+        torch.testing.assert_close(one.float().cpu(), expected[: len(one)], rtol=0.02, atol=0.03)
 
 
 def _into(out: torch.Tensor, found: torch.Tensor) -> None:

@@ -10,8 +10,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from runtime.kernels.library import Kernels, every
 from runtime.model.coded import StoredLinear, as_numbers
 from runtime.model.config import ConfigError, ModelConfig, parse_config, read_config
+from runtime.model.packed import PackedLlama
 from runtime.model.shapes import expected_shapes
 from runtime.model.sharding import Rank, part_of
 from runtime.model.weights import dummy_weights, load_weights
@@ -34,6 +36,13 @@ def test_codes_mean_what_their_format_says(tmp_path: Path, name: str) -> None:
     as_numbers(loaded, torch.float32)
     for key, expected in meaning.items():
         torch.testing.assert_close(loaded[key], expected.float(), rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("name", ["gptq-actorder", "packed-actorder"])
+def test_ranks_want_inputs_in_order(tmp_path: Path, name: str) -> None:
+    write(tmp_path, RAW, weights(), FORMATS[name])
+    with pytest.raises(ConfigError, match=r"--tensor-parallel-size 2: .* do not stand in order"):
+        load_weights(tmp_path, read_config(tmp_path), None, rank=Rank(0, 2))
 
 
 @pytest.mark.parametrize("name", [name for name in FORMATS if "actorder" not in name])
@@ -61,10 +70,20 @@ def test_a_spared_layer_stays_numbers(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.parametrize("kernels", [*every()][:1], ids=lambda one: one.name)
+def test_on_the_cpu_nothing_is_coded_beside_what_was_spared(tmp_path: Path, kernels: Kernels) -> None:
+    write(tmp_path, RAW, weights(), FORMATS["packed"])
+    loaded = load_weights(tmp_path, read_config(tmp_path), torch.bfloat16)
+    loaded["model.layers.0.self_attn.k_proj.weight"] = weights()["model.layers.0.self_attn.k_proj.weight"].bfloat16()
+    model = PackedLlama(CONFIG, loaded, kernels)
+    assert model.held == {"compressed-tensors with 4 bits as int4": 11, "compressed-tensors with 4 bits as bfloat16": 2}
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [
         ({"qweight": None}, "o_proj.qweight is missing"),
+        ({"weight": torch.ones(256, 256)}, "o_proj.weight is numbers, but .* is there too"),
         ({"scales": torch.ones(8, 255).half()}, r"o_proj.scales is \(8, 255\), expected \(8, 256\)"),
         ({"qweight": torch.ones(32, 256)}, "o_proj.qweight is F32, expected I32"),
         ({"bias": torch.ones(256)}, "o_proj.bias is none of the model's"),
@@ -126,7 +145,20 @@ def compressed(change: dict[str, Any], weights: dict[str, Any] = WEIGHTS, **grou
         ({"quant_method": "gptq", "bits": 4, "group_size": 0}, "group_size 0"),
         ({"quant_method": "gptq", "bits": 4, "group_size": 32, "checkpoint_format": "marlin"}, "marlin"),
         (compressed({"format": "nvfp4-pack-quantized"}), "format nvfp4-pack-quantized"),
-        (compressed({"kv_cache_scheme": {"num_bits": 8}}), "kv_cache_scheme"),
+        ("gptq", "something unnamed"),
+        ({"quant_method": ["gptq"]}, "is not supported; what is: fp8"),
+        ({"quant_method": "fp8", "weight_block_size": [128]}, "weight_block_size .* is not two sizes"),
+        ({"quant_method": "fp8", "weight_block_size": ["128", "128"]}, "weight_block_size 128 is not a size"),
+        ({"quant_method": "gptq", "bits": 4.0, "group_size": 32}, "bits 4.0"),
+        ({"quant_method": "gptq", "bits": 4, "group_size": 10**13}, "group_size 10000000000000"),
+        ({"quant_method": "gptq", "bits": 4, "group_size": 32, "format": "marlin"}, "marlin"),
+        ({"quant_method": "gptq", "bits": 4, "group_size": 32, "dynamic": {"+:up": {"bits": 8}}}, "dynamic"),
+        ({"quant_method": "awq", "bits": 4, "group_size": 128, "format": "gemv"}, "version gemv"),
+        (compressed({}, WEIGHTS | {"group_size": "128"}), "group_size 128 is not a size"),
+        (
+            compressed({"format": "float-quantized"}, WEIGHTS | {"type": "float", "num_bits": 8, "strategy": "block"}),
+            "block_structure",
+        ),
         (compressed({"config_groups": {}}), "number of config_groups 0"),
         (compressed({"sparsity_config": {"format": "sparse-24-bitmask"}}), "sparsity_config"),
         (compressed({}, WEIGHTS | {"type": "float"}), "type of weights float"),
@@ -138,6 +170,45 @@ def compressed(change: dict[str, Any], weights: dict[str, Any] = WEIGHTS, **grou
 def test_codings_that_cannot_be_served_are_named(config: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         parse_config(RAW | {"quantization_config": config})
+
+
+def test_the_file_says_whether_inputs_are_in_order(tmp_path: Path) -> None:
+    """Whatever `desc_act` says, or was left out."""
+    for name, shuffled in (("gptq", False), ("gptq-actorder", True)):
+        write(tmp_path, RAW, weights(), FORMATS[name])
+        raw = json.loads((tmp_path / "config.json").read_text())
+        raw["quantization_config"]["desc_act"] = not shuffled
+        (tmp_path / "config.json").write_text(json.dumps(raw))
+        one = load_weights(tmp_path, read_config(tmp_path), None)["model.layers.0.mlp.up_proj.weight"]
+        assert isinstance(one, StoredLinear) and (one.unpacked().order is not None) == shuffled
+
+
+@pytest.mark.parametrize(("name", "file"), [("gptq", "quantize_config.json"), ("awq", "quant_config.json")])
+def test_a_coding_in_a_file_of_its_own(tmp_path: Path, name: str, file: str) -> None:
+    write(tmp_path, RAW, weights(), FORMATS[name])
+    coding = {key: one for key, one in FORMATS[name].config.items() if key != "quant_method"}
+    (tmp_path / "config.json").write_text(json.dumps(RAW))
+    (tmp_path / file).write_text(json.dumps(coding))
+    found = read_config(tmp_path).coding
+    assert found is not None and found.name == f"{name} with 4 bits"
+
+
+def test_what_else_real_checkpoints_carry(tmp_path: Path) -> None:
+    """Scales of keys and values, one scale in two dimensions, and the newest name of a plain layout."""
+    write(tmp_path, RAW, weights(), FORMATS["fp8"])
+    tensors = load_file(tmp_path / "model.safetensors")
+    layer = "model.layers.0.self_attn."
+    scale = tensors[layer + "q_proj.weight_scale"].reshape(1, 1)
+    further = {
+        layer + "q_proj.weight_scale": scale,
+        layer + "k_proj.output_scale": scale.clone(),
+        layer + "attn.k_scale": scale.clone(),
+    }
+    save_file(tensors | further, tmp_path / "model.safetensors")
+    assert len(load_weights(tmp_path, read_config(tmp_path), None)) == len(expected_shapes(CONFIG))
+    raw = FORMATS["compressed-fp8"].config | {"format": "naive-quantized", "kv_cache_scheme": {"num_bits": 8}}
+    coding = parse_config(RAW | {"quantization_config": raw}).coding
+    assert coding is not None and coding.name == "compressed-tensors with fp8"
 
 
 def test_the_older_name_of_compressed_tensors(tmp_path: Path) -> None:

@@ -3,11 +3,10 @@ as particular about their arguments as the originals."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -21,11 +20,11 @@ from runtime.model.weights import dummy_weights, load_weights
 from tests.coded_checkpoints import FORMATS, Format, gptq, raw_of, write
 
 Tensor = torch.Tensor
-HOPPER = Device((9, 0), True, torch.bfloat16)
-CONFIG = ModelConfig("Qwen2ForCausalLM", 96, 256, 256, 1, 4, 2, 64, 512, 1e-5, 1e4, qkv_bias=True)
+HOPPER = Device((9, 0), (12, 9), torch.bfloat16)
+CONFIG = ModelConfig("Qwen2ForCausalLM", 96, 512, 256, 1, 4, 2, 64, 512, 1e-5, 1e4, qkv_bias=True)
 LAYER = "model.layers.0."
 QKV = [f"{LAYER}self_attn.{part}_proj.weight" for part in "qkv"]
-X = torch.randn(5, 256, generator=torch.Generator().manual_seed(1)).bfloat16()
+X = torch.randn(300, 512, generator=torch.Generator().manual_seed(1)).bfloat16()
 BIAS = torch.randn(512, generator=torch.Generator().manual_seed(2)).bfloat16()
 
 
@@ -56,16 +55,21 @@ def int4_kernel() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def flashinfer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """fp8_blockscale_gemm_sm90 of flashinfer 0.6.13: bfloat16 inputs, coded by each token's 128."""
+def fp8_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """cuBLAS' product of blocks, for which torch wants the scales laid out so (ScaledBlas.cpp, `is_blockwise_*`)."""
+    plain = torch._scaled_mm
 
-    def multiply(x: Tensor, codes: Tensor, *, weight_scale: Tensor) -> Tensor:
-        (n, k), each = codes.shape, weight_scale.repeat_interleave(128, 0).repeat_interleave(128, 1)
-        assert x.dtype == torch.bfloat16 and codes.dtype == torch.float8_e4m3fn and weight_scale.dtype == torch.float32
-        assert k % 128 == n % 64 == 0 and weight_scale.shape == (-(-n // 128), k // 128)
-        return (in_codes(x, 128).float() @ (codes.float() * each[:n]).t()).bfloat16()
+    def multiply(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor, **given: Any) -> Tensor:
+        if scale_a.shape[1] == 1:
+            return plain(a, b, scale_a, scale_b, **given)
+        m, n, blocks = len(a), b.shape[1], a.shape[1] // 128
+        assert m % 4 == 0 and a.is_contiguous() and b.t().is_contiguous() and scale_a.dtype == scale_b.dtype
+        assert (scale_a.shape, scale_a.stride()) == ((m, blocks), (1, m))
+        assert scale_b.shape == (blocks, n // 128) and scale_b.stride() == (1, -(-blocks // 4) * 4)
+        inputs, weights = a.float() * scale_a.repeat_interleave(128, 1), scale_b.repeat_interleave(128, 0)
+        return (inputs @ (b.float() * weights.repeat_interleave(128, 1))).bfloat16()
 
-    monkeypatch.setitem(sys.modules, "flashinfer.gemm", SimpleNamespace(fp8_blockscale_gemm_sm90=multiply))
+    monkeypatch.setattr(torch, "_scaled_mm", multiply)
 
 
 def in_codes(x: Tensor, group: int, most: float = 448, static: float | None = None) -> Tensor:
@@ -91,12 +95,12 @@ def product(weight: Tensor, inputs: dict[str, float] | None) -> Tensor:
 
 
 KERNELS = [
-    ("fp8", Fp8, {"group": 256}),
-    ("fp8-static", Fp8, {"group": 256, "static": 0.02}),
+    ("fp8", Fp8, {"group": 512}),
+    ("fp8-static", Fp8, {"group": 512, "static": 0.02}),
     ("fp8-blocks", Fp8Blocks, {"group": 128}),
-    ("compressed-fp8", Fp8, {"group": 256}),
-    ("compressed-fp8-static", Fp8, {"group": 256, "static": 0.02}),
-    ("compressed-int8", Int8, {"group": 256, "most": 127}),
+    ("compressed-fp8", Fp8, {"group": 512}),
+    ("compressed-fp8-static", Fp8, {"group": 512, "static": 0.02}),
+    ("compressed-int8", Int8, {"group": 512, "most": 127}),
     ("packed", Int4, None),
     ("awq", Int4, None),
     ("awq-64", Int4, None),
@@ -110,9 +114,9 @@ def test_a_kernel_computes_what_the_codes_mean(tmp_path: Path, name: str, kind: 
     stored, weight = layers(tmp_path, FORMATS[name])
     packer = Packer(HOPPER)
     linear = packer([*stored], BIAS)
-    assert isinstance(linear, kind) and packer.words == f"1 layers {kind.words}"  # type: ignore[attr-defined]
+    assert isinstance(linear, kind) and packer.words == f"{kind.words} (1)"  # type: ignore[attr-defined]
     expected = product(weight, inputs)
-    for rows in (1, 5):
+    for rows in (1, 5, 40, 300):
         torch.testing.assert_close(linear(X[:rows]).float(), expected[:rows], rtol=0.02, atol=0.02)
 
 
@@ -132,7 +136,7 @@ def test_spared_layers_and_other_orders_stand_side_by_side(tmp_path: Path) -> No
     spared = weight[384:].bfloat16()
     for weights in ([stored[0], moved, stored[2]], [stored[0], keys, spared]):
         linear = Packer(HOPPER)([*weights], BIAS)
-        assert isinstance(linear, SideBySide) and linear(X).shape == (5, 512)
+        assert isinstance(linear, SideBySide) and linear(X).shape == (300, 512)
         assert linear.nbytes == sum(one.nbytes for one in linear.linears)
     torch.testing.assert_close(linear(X).float(), X.float() @ weight.t() + BIAS.float(), rtol=0.02, atol=0.02)
 
@@ -149,16 +153,18 @@ DYNAMIC, ALONE = Activations.DYNAMIC, Activations.NUMBERS
     ("layer", "activations", "device", "kernel"),
     [
         (coded(Kind.FP8, (0, 0)), DYNAMIC, HOPPER, Fp8),
-        (coded(Kind.FP8, (1, 0)), DYNAMIC, replace(HOPPER, capability=(8, 9), flashinfer=False), Fp8),
+        (coded(Kind.FP8, (1, 0)), DYNAMIC, replace(HOPPER, capability=(8, 9), cuda=(12, 6)), Fp8),
         (coded(Kind.FP8, (1, 0)), DYNAMIC, replace(HOPPER, capability=(8, 6)), None),
         (coded(Kind.FP8, (1, 0)), ALONE, HOPPER, None),
         (coded(Kind.FP8, (1, 0)), DYNAMIC, replace(HOPPER, dtype=torch.float16), None),
         (coded(Kind.FP8, (1, 0), n=200), DYNAMIC, HOPPER, None),
-        (coded(Kind.FP8, (128, 128)), DYNAMIC, HOPPER, Fp8Blocks),
-        (coded(Kind.FP8, (128, 128), n=192), DYNAMIC, HOPPER, Fp8Blocks),
-        (coded(Kind.FP8, (128, 128), k=192), DYNAMIC, HOPPER, None),
-        (coded(Kind.FP8, (128, 128)), DYNAMIC, replace(HOPPER, flashinfer=False), None),
-        (coded(Kind.FP8, (128, 128)), DYNAMIC, replace(HOPPER, capability=(10, 0)), None),
+        (coded(Kind.FP8, (64, 0)), DYNAMIC, HOPPER, None),
+        (coded(Kind.FP8, (128, 128), k=512), DYNAMIC, HOPPER, Fp8Blocks),
+        (coded(Kind.FP8, (128, 128), n=192, k=512), DYNAMIC, HOPPER, None),
+        (coded(Kind.FP8, (128, 128), k=256), DYNAMIC, HOPPER, None),
+        (coded(Kind.FP8, (128, 128), k=512), DYNAMIC, replace(HOPPER, cuda=(12, 8)), None),
+        (coded(Kind.FP8, (128, 128), k=512), DYNAMIC, replace(HOPPER, capability=(10, 0)), None),
+        (coded(Kind.INT8, (128, 128), k=512), DYNAMIC, HOPPER, None),
         (coded(Kind.FP8, (64, 64)), DYNAMIC, HOPPER, None),
         (coded(Kind.INT8, (1, 0)), DYNAMIC, replace(HOPPER, capability=(8, 0)), Int8),
         (coded(Kind.INT8, (1, 0)), ALONE, HOPPER, None),

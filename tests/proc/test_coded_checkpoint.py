@@ -110,7 +110,6 @@ def test_a_gpu_multiplies_by_codes_in_bfloat16(
             "the checkpoint is quantized already, by gptq with 4 bits",
         ),
         ("awq", {"load_format": "dummy"}, "--load-format dummy makes no weights quantized by awq"),
-        ("gptq-actorder", {"tensor_parallel_size": 2}, "--tensor-parallel-size 2.*desc_act"),
         ("fp8-blocks", {"tensor_parallel_size": 2}, "--tensor-parallel-size 2.*groups of o_proj"),
     ],
 )
