@@ -58,7 +58,7 @@ def mixed(rows: int, steps: int) -> tuple[Scheduler, Turn]:
 
 def answer(scheduler: Scheduler) -> None:
     scheduler.plan()
-    record = scheduler.records[0]
+    record = scheduler.in_flight.records[0]
     scheduler.commit(record.step, np.full(len(record.rows), 7, np.int32))
 
 
@@ -74,7 +74,7 @@ def measure(rows: int, mix: str, steps: int) -> dict[str, float]:
         planned = time.perf_counter()
         sizes.append(len(encoder.encode(plan)))
         encoded = time.perf_counter()
-        record = scheduler.records[0]
+        record = scheduler.in_flight.records[0]
         ids = np.full(len(record.rows), 7, np.int32)
         ready = time.perf_counter()
         scheduler.commit(record.step, ids)

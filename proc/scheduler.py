@@ -33,10 +33,11 @@ from proc.device_clock import COLUMNS, DeviceClock
 from proc.role import Command, Poller, ProcessSpec
 from proc.shapes import table_shape
 from runtime.device.base import DeviceInfo
+from runtime.in_flight import Outputs
 from runtime.limits import Limits
 from runtime.request import AdmissionError, Request
 from runtime.sampling import Sampling
-from runtime.scheduler import Outputs, Scheduler
+from runtime.scheduler import Scheduler
 from runtime.step import MaskOrder, StepPlan, StepResult
 
 log = logging.getLogger(__name__)
@@ -133,8 +134,8 @@ class SchedulerLoop:
             self.clock.lives(result.rank, taken)
         if not isinstance(result, StepResult):
             return None
-        self.steps_ahead += len(engine.records) > 1
-        ids, _ = self.table.read(result.step, engine.records[0].rows)
+        self.steps_ahead += len(engine.in_flight) > 1
+        ids, _ = self.table.read(result.step, engine.in_flight.records[0].rows)
         outputs = engine.commit(result.step, ids[:, 0], result.logprobs)
         self.clock.committed(result, taken, len(ids), engine.num_running, engine.num_waiting, engine.num_used_blocks)
         return outputs
@@ -160,7 +161,7 @@ class SchedulerLoop:
 
     def order_masks(self) -> None:
         """Have the masks of the oldest step computed while its forward pass runs, as soon as its ids are known."""
-        order = self.engine.order_masks(time.monotonic_ns())
+        order = self.engine.in_flight.order_masks(time.monotonic_ns())
         if order is not None:
             self.grammar.send(order)
 
@@ -282,8 +283,8 @@ class SchedulerLoop:
             "preemptions": engine.num_preemptions,
             "prefix_cache_queries": engine.num_looked_up,
             "prefix_cache_hits": engine.num_found,
-            "overshoot_rows": engine.num_overshoot,
-            "committed_tokens": engine.num_committed,
+            "overshoot_rows": engine.in_flight.num_overshoot,
+            "committed_tokens": engine.in_flight.num_committed,
             "steps": engine.num_steps,
             "steps_planned_ahead": self.steps_ahead,
             **self.clock.figures(engine.has_work),

@@ -48,8 +48,9 @@ class Slots:
         self.pages = np.zeros((num_slots, -(-max_model_len // block_size)), np.int32)
         self.free = list(range(num_slots - 1, 0, -1))
 
-    def assign(self, request: Request, arrival: int, limit: int) -> int:
-        """Give a free slot to the request and set every field; returns the slot."""
+    def assign(self, request: Request, limit: int) -> int:
+        """Give a free slot to a request that has been queued and set every field; returns the slot."""
+        assert request.arrival is not None
         slot = self.free.pop()
         ids = np.concatenate((request.prompt_ids, request.output_ids))
         self.state[slot] = SlotState.RUNNING
@@ -61,7 +62,7 @@ class Slots:
         self.min_stop[slot] = len(request.prompt_ids) + least
         self.last_step[slot] = -1
         self.priority[slot] = request.priority
-        self.arrival[slot] = arrival
+        self.arrival[slot] = request.arrival
         self.request[slot] = request.id
         self.source[slot] = request.source
         self.constrained[slot] = request.sampling.constrained

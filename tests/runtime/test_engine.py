@@ -214,6 +214,17 @@ def test_a_full_queue_and_a_live_id_are_refused() -> None:
         engine.scheduler.admit(request(2, [1]))
 
 
+def test_an_id_that_comes_again_has_its_new_place_in_the_queue() -> None:
+    engine = Engine(replace(ROOMY, depth=0, max_num_seqs=1))
+    engine.admit(replace(request(1, [1], 1), priority=-1))
+    engine.admit(request(2, [2], 1))
+    assert engine.scheduler.cancel(1)
+    engine.admit(replace(request(1, [1], 1), priority=1))
+    assert engine.scheduler.num_waiting == 2
+    first = engine.scheduler.plan()
+    assert first is not None and np.frombuffer(first.chunk_ids, "<i4").tolist() == [2]
+
+
 def test_the_longest_prompt_gets_its_one_token() -> None:
     engine = Engine(ROOMY)
     engine.admit(request(1, [3] * 127, 50))
