@@ -157,7 +157,7 @@ class Engine:
             answer.finish = Finish(finish)
 
     def serve(self, asked: list[Request], spread: bool) -> None:
-        """All of them, to the end; `spread`: each is admitted once those before have nothing to do."""
+        """All of them, to the end; `spread`: arrivals further apart than a request's life."""
         for one in asked:
             self.admit(one)
             while spread and self.turn():

@@ -64,11 +64,7 @@ def test_tokens_do_not_depend_on_the_layout(
 ) -> None:
     limits = Limits(blocks, 4, 128, seqs, max(chunk, seqs), None, depth, radix)
     engine = Engine(limits, seed=depth)
-    for one in mixed_requests():
-        engine.admit(one)
-        while spread and engine.turn():  # arrivals further apart than a request's life
-            pass
-    engine.run()
+    engine.serve(mixed_requests(), spread)
     assert engine.answers == expected
     assert engine.most_in_flight <= depth + 1
     assert_all_returned(engine)
