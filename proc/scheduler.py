@@ -131,7 +131,7 @@ class SchedulerLoop:
             return None
         engine, taken = self.engine, time.monotonic_ns()
         if isinstance(result, Alive):
-            self.clock.lives(result.rank, taken)
+            self.clock.lives(result.index, taken)
         if not isinstance(result, StepResult):
             return None
         self.steps_ahead += len(engine.in_flight) > 1

@@ -25,7 +25,7 @@ from ipc.errors import (
     SidestepError,
     from_wire,
 )
-from ipc.internal import Compiled, Load, Rejected, ReplicaReady, TokenBatch, ToScheduler, ToTokenizer
+from ipc.internal import Alive, Compiled, Load, Rejected, ReplicaReady, TokenBatch, ToScheduler, ToTokenizer
 from ipc.messages import (
     PROTOCOL,
     Abort,
@@ -60,6 +60,7 @@ from proc.prompts import Prompts
 from proc.questions import Questions
 from proc.role import Command, Poller, ProcessSpec
 from proc.settings import UsageError
+from proc.silence import Silence
 from runtime.tokenizer import TextError
 
 log = logging.getLogger(__name__)
@@ -112,7 +113,8 @@ class TokenizerLoop:
         self.delivery.forget_grammar = self.admissions.forget
         facts: dict[str, Any] = {"model": self.name, "device": self.replicas[0].device}
         facts |= {"vocab_size": self.vocab_size, "max_model_len": self.max_model_len}
-        self.questions = Questions(self.index, self.schedulers, facts)
+        self.grammar_silence = Silence(self.spec.num_schedulers, time.monotonic())
+        self.questions = Questions(self.index, self.schedulers, facts, self.grammar_silence)
         return {"public": self.public.address}
 
     def turn(self, poller: Poller) -> None:
@@ -247,6 +249,8 @@ class TokenizerLoop:
             self.delivery.fail(message.request, from_wire(message.code, message.message, message.param))
         elif isinstance(message, Load):
             self.take_load(message)
+        elif isinstance(message, Alive):
+            self.grammar_silence.lives(message.index, time.monotonic())
 
     def take_compiled(self, compiled: Compiled) -> None:
         """A grammar is there; its request may have ended meanwhile."""
@@ -266,6 +270,9 @@ class TokenizerLoop:
             self.probed = now
             for client in self.requests.clients:
                 self.public.probe(client)
+            for replica in self.grammar_silence.lost(now):
+                error = ProcessDied(f"the process that makes grammars and masks, grammar-{replica}, does not answer")
+                self.delivery.fail_structured(replica, error)
         self.delivery.expire(now)
         if self.draining is not None:
             if now > self.draining:
