@@ -45,7 +45,7 @@ class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, om
     frequency_penalty: float = 0.0
     repetition_penalty: float | None = None  # 1.0
     logit_bias: dict[int, float] = {}  # token id → what is added to its logit
-    allowed_token_ids: list[int] = []  # empty: all
+    allowed_token_ids: list[int] | None = None  # None: all
     bad_words: list[str] = []  # texts whose tokens the output does not contain
     max_tokens: int | None = None  # None: until the context is full
     min_tokens: int = 0
@@ -84,7 +84,8 @@ class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, om
             ("repetition_penalty", 0.001 <= repetition <= 1000, "between 0.001 and 1000"),
             ("logit_bias", all(-100 <= b <= 100 for b in self.logit_bias.values()), "biases between -100 and 100"),
             ("logit_bias", all(0 <= i < 2**31 for i in self.logit_bias), "by token ids"),
-            ("allowed_token_ids", all(0 <= i < 2**31 for i in self.allowed_token_ids), "token ids"),
+            ("allowed_token_ids", self.allowed_token_ids != [], "at least one token id, or absent"),
+            ("allowed_token_ids", all(0 <= i < 2**31 for i in self.allowed_token_ids or []), "token ids"),
             ("bad_words", len(self.bad_words) <= 1024, "at most 1024 texts"),
             ("bad_words", all(word.strip() for word in self.bad_words), "texts, none of them empty"),
             ("max_tokens", self.max_tokens is None or self.max_tokens >= 1, "at least 1"),

@@ -215,7 +215,7 @@ class SchedulerLoop:
             frequency_penalty=params.frequency_penalty,
             repetition_penalty=_known(params.repetition_penalty, 1.0),
             logit_bias=tuple(params.logit_bias.items()),
-            allowed_ids=tuple(params.allowed_token_ids),
+            allowed_ids=tuple(params.allowed_token_ids or ()),
             bad_words=tuple(message.bad_words),
             logprobs=_known(params.logprobs, -1),
             prompt_logprobs=_known(params.prompt_logprobs, -1),
@@ -233,7 +233,7 @@ class SchedulerLoop:
             ("prompt", np.frombuffer(message.prompt_ids, "<i4"), self.vocab_size),
             ("output_ids", np.frombuffer(message.output_ids, "<i4"), self.vocab_size),
             ("stop_token_ids", np.array(params.stop_token_ids, np.int64), self.vocab_size),
-            ("allowed_token_ids", np.array(params.allowed_token_ids, np.int64), message.vocab or self.vocab_size),
+            ("allowed_token_ids", np.array(params.allowed_token_ids or [], np.int64), message.vocab or self.vocab_size),
             ("logit_bias", np.array(list(params.logit_bias), np.int64), self.vocab_size),
         ):
             if ((ids < 0) | (ids >= most)).any():
