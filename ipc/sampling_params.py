@@ -87,7 +87,7 @@ class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, om
             ("allowed_token_ids", self.allowed_token_ids != [], "at least one token id, or absent"),
             ("allowed_token_ids", all(0 <= i < 2**31 for i in self.allowed_token_ids or []), "token ids"),
             ("bad_words", len(self.bad_words) <= 1024, "at most 1024 texts"),
-            ("bad_words", all(word.strip() for word in self.bad_words), "texts, none of them empty"),
+            ("bad_words", all(word.strip() for word in self.bad_words), "texts, none of them blank"),
             ("max_tokens", self.max_tokens is None or self.max_tokens >= 1, "at least 1"),
             ("seed", 0 <= (self.seed or 0) < 2**64, "between 0 and 2**64 - 1"),
             ("min_tokens", 0 <= self.min_tokens <= (self.max_tokens or infinity), "between 0 and max_tokens"),

@@ -236,10 +236,9 @@ def read(body: bytes, kind: type[T]) -> T:
 
 def _biases(given: dict[str, float]) -> dict[int, float]:
     """By token id, which JSON writes as text. Raises `InvalidRequest`."""
-    try:
-        return {int(token): bias for token, bias in given.items()}
-    except ValueError:
-        raise InvalidRequest("logit_bias must be by token ids", "logit_bias") from None
+    if not all(token.isascii() and token.isdecimal() and len(token) < 20 for token in given):
+        raise InvalidRequest("logit_bias must be by token ids", "logit_bias")
+    return {int(token): bias for token, bias in given.items()}
 
 
 def _is_list(value: Any, kind: type) -> bool:
