@@ -144,7 +144,7 @@ def _main_of(module: str) -> Callable[[argparse.Namespace], int]:
 
 
 def serve(given: argparse.Namespace) -> int:
-    """Start, say so, and keep running until a signal or a death."""
+    """Start, and leave nothing behind whatever ends it, such as nobody reading what it says."""
     from proc.supervisor import Supervisor
 
     settings = from_arguments(given)
@@ -153,8 +153,13 @@ def serve(given: argparse.Namespace) -> int:
     server = Supervisor(settings, say, http=1)
     say(f"settings: {non_defaults(settings)}")
     began = time.monotonic()
-    server.start()
-    _describe(server, settings, time.monotonic() - began)
+    with server:
+        _describe(server, settings, time.monotonic() - began)
+        return _keep(server, settings)
+
+
+def _keep(server: Supervisor, settings: Settings) -> int:
+    """Say that it is ready, and keep it running until a signal or a death."""
     where = f"{server.url}  zmq" if server.url else "zmq"
     print(f"sidestep is ready: {where} {' '.join(server.addresses)}", flush=True)
     stop: list[int] = []
