@@ -22,6 +22,7 @@ from tokenizers import Tokenizer as Encoder
 from runtime.text import Utf8Stream
 
 OPEN, CLOSE = "\uf8f0", "\uf8f1"  # private marks around what must stay text while a template is rendered
+END = "\uf8f2"  # the same, behind a text that is to be continued
 MARKS = ("<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "<|python_tag|>", "<think>", "</think>")
 SAMPLING_DEFAULTS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
@@ -98,10 +99,9 @@ class Tokenizer:
             variables = self._masked(variables)
         except RecursionError:
             raise TextError("messages", "the messages are nested too deeply") from None
-        text = self.render(masked, add_generation_prompt, **variables)
         if continued:
-            last = str(masked[-1].get("content")).strip()
-            text = text[: text.rindex(last) + len(last)] if last in text else text
+            masked[-1]["content"] = str(masked[-1].get("content") or "").rstrip() + END
+        text = self.render(masked, add_generation_prompt, **variables).partition(END)[0]
         ids: list[int] = []
         for plain, hidden in _split(text):
             ids += self.encode(plain, add_special=False) if plain else []
@@ -133,7 +133,7 @@ class Tokenizer:
     def _control(self) -> re.Pattern[str]:
         """Finds the vocabulary's control tokens (the longest first) and the marks themselves in a text."""
         words = sorted((str(self._added[token]) for token in self.special_ids), key=len, reverse=True)
-        return re.compile("|".join(map(re.escape, (*words, OPEN, CLOSE))))
+        return re.compile("|".join(map(re.escape, (*words, OPEN, CLOSE, END))))
 
     def render(self, messages: list[dict[str, Any]], add_generation_prompt: bool = True, **variables: Any) -> str:
         if self._template is None:

@@ -145,7 +145,13 @@ def test_control_tokens_in_a_message_stay_text(tokenizer: Tokenizer) -> None:
     assert tokenizer.chat([{"role": "user<s>\uf8f1", "content": "a"}]).count(control[0]) == 2  # nor elsewhere in it
 
 
-def test_a_last_message_can_be_continued(tokenizer: Tokenizer) -> None:
-    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "ab "}]
-    ids = tokenizer.chat(messages, add_generation_prompt=False, continued=True)
-    assert tokenizer.decode(ids, skip_special=False) == "<s>user: a\n<s>assistant: ab"
+@pytest.mark.parametrize("said", ["ab ", "", " ", "e", "end", "\uf8f2b"])
+def test_a_last_message_can_be_continued(tokenizer: Tokenizer, tmp_path: Path, said: str) -> None:
+    """Though the template's own words behind it have the same letters."""
+    tokenizer._encoder.save(str(tmp_path / "tokenizer.json"))
+    template = TEMPLATE.replace("m.content }}", "m.content }} end of {{ m.role }}")
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": said}]
+    ids = Tokenizer(tmp_path, template).chat(messages, add_generation_prompt=False, continued=True)
+    before = "<s>user: a end of user\n<s>assistant: "
+    assert tokenizer.decode(ids, skip_special=False) == before + said.rstrip()
+    assert messages[-1]["content"] == said
