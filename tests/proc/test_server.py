@@ -181,6 +181,8 @@ BAD: list[tuple[dict[str, Any], type[errors.SidestepError], str | None]] = [
     ({"prompt": "x", "top_p": 2.0}, errors.InvalidRequest, "top_p"),
     ({"prompt": "x", "stop": [""]}, errors.InvalidRequest, "stop"),
     ({"prompt": "x", "stop_token_ids": [9999]}, errors.InvalidRequest, "stop_token_ids"),
+    ({"prompt": "x", "bad_words": ["x" * 257]}, errors.InvalidRequest, "bad_words"),
+    ({"prompt": "x", "stop": ["x" * 1025]}, errors.InvalidRequest, "stop"),
     ({"prompt": "x", "bad_words": ["a", " \n"]}, errors.InvalidRequest, "bad_words"),
     ({"prompt": "x", "allowed_token_ids": []}, errors.InvalidRequest, "allowed_token_ids"),
     ({"prompt": "x", "n": 2}, errors.InvalidRequest, "n"),
