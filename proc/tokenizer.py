@@ -65,6 +65,7 @@ from runtime.tokenizer import TextError
 
 log = logging.getLogger(__name__)
 TURN = 64  # messages taken from clients before tokens are looked at again
+LONGEST_TURN = 0.05  # seconds, the same: a long prompt may take one to encode
 PROBE = 1.0  # seconds between looks whether the clients are still there
 
 
@@ -121,17 +122,23 @@ class TokenizerLoop:
         """Wait; take requests; take tokens; send; look after clients that have gone and after a drain."""
         longest = 0.02 if self.public.backlog else 0.1 if self.draining else PROBE
         poller.wait(self.delivery.deadlines.wait(time.monotonic(), longest))
-        for _ in range(TURN):
-            received = self.public.receive()
-            if received is None:
-                break
-            self.answer(*received)
+        self.take_requests(time.monotonic() + LONGEST_TURN)
         while (message := self.inbox.receive(0)) is not None:
             self.take(message)
         self.look_after(time.monotonic())
         self.delivery.flush()
 
     # -- from clients
+
+    def take_requests(self, until: float) -> None:
+        """What has arrived, up to a number and a time: those who wait for a word must not wait for a burst."""
+        for _ in range(TURN):
+            received = self.public.receive()
+            if received is None:
+                return
+            self.answer(*received)
+            if time.monotonic() > until:
+                return
 
     def answer(self, client: bytes, frame: bytes) -> None:
         """Whatever a client sends is answered, with an error at worst; nothing it sends ends the loop."""

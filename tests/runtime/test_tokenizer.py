@@ -55,6 +55,16 @@ def test_text_survives(tokenizer: Tokenizer, text: str) -> None:
     assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
+def test_a_long_text_that_comes_again_is_encoded_once(tokenizer: Tokenizer) -> None:
+    long = "ab " * 2000
+    ids = tokenizer.encode(long)
+    ids.append(0)  # the caller's own
+    before = tokenizer._encode_once.cache_info()
+    assert tokenizer.encode(long) == ids[:-1] == tokenizer._encode_anew(long, True)
+    after = tokenizer._encode_once.cache_info()
+    assert (after.hits, after.misses) == (before.hits + 1, before.misses)
+
+
 @given(st.lists(st.integers(0, 262), max_size=40))
 def test_a_stream_equals_the_whole(tokenizer: Tokenizer, ids: list[int]) -> None:
     stream = TextStream(tokenizer.shown_bytes_of, [])
