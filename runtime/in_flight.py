@@ -134,6 +134,6 @@ class StepsInFlight:
 
     def _finishes(self, slots: I32, ids: I32) -> NDArray[np.uint8]:
         field = self.slots
-        stop = (field.stop_ids[slots] == ids[:, None]).any(1) & (field.committed[slots] > field.min_stop[slots])
+        stop = field.stopped(slots, ids) & (field.committed[slots] > field.min_stop[slots])
         length = field.committed[slots] >= field.limit[slots]
         return np.where(stop, Finish.STOP, np.where(length, Finish.LENGTH, Finish.NONE)).astype(np.uint8)

@@ -235,12 +235,11 @@ class Scheduler:
 
     def _free(self, slot: int) -> None:
         """The one place where a slot and its pages return; a preempted request returns to the queue."""
-        field, request = self.slots, self._requests.pop(slot)
+        request = self._requests.pop(slot)
         self.pages.release(slot)
-        if field.state[slot] == SlotState.PREEMPTING:
+        if self.slots.state[slot] == SlotState.PREEMPTING:
             self._requeue(slot, request)
-        field.state[slot] = SlotState.FREE
-        field.free.append(slot)
+        self.slots.release(slot)
 
     def _requeue(self, slot: int, request: Request) -> None:
         output = self.slots.tokens[slot, self.slots.num_prompt[slot] : self.slots.committed[slot]].copy()

@@ -6,6 +6,7 @@ import itertools
 import random
 from dataclasses import replace
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -219,6 +220,16 @@ def test_an_id_that_comes_again_has_its_new_place_in_the_queue() -> None:
     assert engine.scheduler.num_waiting == 2
     first = engine.scheduler.plan()
     assert first is not None and np.frombuffer(first.chunk_ids, "<i4").tolist() == [2]
+
+
+def test_thousands_of_stop_ids_stop_their_request_and_cost_no_other(expected: dict[int, Answer]) -> None:
+    for one in mixed_requests():
+        engine = Engine(ROOMY)
+        width = engine.scheduler.slots.stop_ids.shape
+        many = msgspec.structs.replace(one.sampling, stop_ids=one.sampling.stop_ids * 1000)
+        engine.serve([replace(one, sampling=many)], False)
+        assert engine.answers[one.id] == expected[one.id]
+        assert engine.scheduler.slots.stop_ids.shape == width and not engine.scheduler.slots.more_stop_ids
 
 
 def test_the_longest_prompt_gets_its_one_token() -> None:
