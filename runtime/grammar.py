@@ -195,6 +195,6 @@ class Matchers:
 def _words(matcher: LLMatcher) -> str:
     """What a matcher complains of, without its state; "" for nothing."""
     words = matcher.get_error().split("\n<")[0].strip()
-    if words.startswith(("Parser Error", "Lexer Error")) and "doesn't satisfy" not in words:
+    if words.lower().startswith(("parser error", "lexer error")) and "doesn't satisfy" not in words:
         words = f"{TOO_COMPLEX}: {words}"
     return "it allows no output at all" if words.startswith("NoExtension") else words[:LONGEST_WORDS]
