@@ -313,7 +313,7 @@ def encode(message: FromClient | ToClient) -> bytes:
         raise InvalidRequest(f"the text has a lone surrogate at position {error.start}") from None
     except OverflowError:
         param = _overflowing(message)
-        raise InvalidRequest(f"{param} must fit 64 bits", param) from None
+        raise InvalidRequest(f"a number in {param} does not fit 64 bits", param) from None
 
 
 def _overflowing(message: msgspec.Struct) -> str:

@@ -173,7 +173,7 @@ def test_what_cannot_be_encoded_is_the_callers_mistake() -> None:
     large = {"prompt_ids": Generate("1", prompt_ids=[1, 2**70]), "ids": Detokenize("1", [-(2**64)])}
     large["max_tokens"] = Generate("1", "x", sampling=SamplingParams(max_tokens=2**70))
     for param, message in large.items():
-        with pytest.raises(InvalidRequest, match=f"{param} must fit 64 bits") as caught:
+        with pytest.raises(InvalidRequest, match=f"a number in {param} does not fit 64 bits") as caught:
             encode(message)
         assert caught.value.param == param
 

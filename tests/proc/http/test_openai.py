@@ -200,6 +200,11 @@ def test_bodies_that_are_no_json_are_refused(server: Supervisor, body: bytes) ->
     assert reply.status == 400 and reply.json["error"]["type"] == "invalid_request_error"
 
 
+def test_a_refusal_is_in_words(server: Supervisor) -> None:
+    reply = ask(server, TEXT, {"prompt": "x", "timeout_ms": 0})
+    assert reply.json["error"]["message"] == "timeout_ms must be at least 1, and below 2**63"
+
+
 def test_a_number_out_of_range_is_refused_by_its_field(server: Supervisor) -> None:
     """One that no float holds; Python would not write it."""
     reply = ask(server, TEXT, b'{"prompt": "x", "logit_bias": {"5": 1e400}}')
