@@ -21,8 +21,8 @@ import torch
 from bench.shapes import write
 from ipc.client import Client
 from ipc.sampling_params import SamplingParams
+from proc.gpu import machine
 from proc.llm import LLM
-from proc.settings import UsageError
 from runtime.model.config import ModelConfig, read_config
 from runtime.model.shapes import expected_shapes
 
@@ -151,13 +151,10 @@ def prefill(llm: LLM, config: ModelConfig, tokens: int, last: int) -> float:
 
 def measure(given: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """All figures of one shape."""
-    config, found, answers = read_config(folder), [], dict[int, list[list[int]]]()
+    config, found, answers = read_config(folder), list[Decode](), dict[int, list[list[int]]]()
     report: dict[str, Any] = {"shape": given.shape, "device": given.device}
     itemsize = 4 if given.device == "cpu" else 2
     rate = bandwidth(given.device)
-    if not given.json:
-        print(f"{given.shape} on {given.device}, which copies at {rate / 1e12:.2f} TB/s")
-        print("".join(f"{name:>15}" for name in NAMES), flush=True)
     layouts = [(procs, int(depth)) for procs, depth in (layout.split(":") for layout in given.layouts)]
     for procs, depth in layouts:
         with LLM(
@@ -172,6 +169,9 @@ def measure(given: argparse.Namespace, folder: Path) -> dict[str, Any]:
             max_num_batched_tokens=max(given.prefill, *given.rows),
             max_model_len=max(given.prefill, PROMPT + given.tokens) + 1,
         ) as llm:
+            if not (given.json or found):  # the first server is up
+                print(f"{given.shape} on {given.device}, which copies at {rate / 1e12:.2f} TB/s")
+                print("".join(f"{name:>15}" for name in NAMES), flush=True)
             asked(llm, min(given.rows), PROMPT, 4)
             last = Steps(llm.client, -1).last
             for rows in given.rows:
@@ -193,8 +193,8 @@ def row_of(figures: dict[str, Any]) -> str:
 
 
 def main(given: argparse.Namespace) -> int:
-    if given.device == "cuda" and not torch.cuda.is_available():
-        raise UsageError("--device cuda: torch sees no GPU here; --device cpu needs none")
+    if given.device == "cuda":
+        machine(0)
     with tempfile.TemporaryDirectory() as folder:
         write(given.shape, Path(folder))
         report = measure(given, Path(folder))

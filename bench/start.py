@@ -5,6 +5,7 @@ A start that is not counted goes first, since it may fetch, convert or compile. 
 
 from __future__ import annotations
 
+import argparse
 import json
 import signal
 import statistics
@@ -34,11 +35,11 @@ def start(options: list[str]) -> float:
     return seconds
 
 
-def run(options: list[str], repeats: int, only_json: bool) -> int:
-    start(options)
-    seconds = [round(start(options), 2) for _ in range(repeats)]
+def main(given: argparse.Namespace) -> int:
+    start(given.options)
+    seconds = [round(start(given.options), 2) for _ in range(given.repeats)]
     median = statistics.median(seconds)
-    if not only_json:
-        print(f"ready after {median:.2f} s, the median of {repeats}")
-    print(json.dumps({"options": options, "seconds": seconds, "median_s": median}))
+    if not given.json:
+        print(f"ready after {median:.2f} s, the median of {given.repeats}")
+    print(json.dumps({"options": given.options, "seconds": seconds, "median_s": median}))
     return 0

@@ -8,6 +8,7 @@ a new page count.
 
 from __future__ import annotations
 
+import argparse
 import gc
 import json
 import statistics
@@ -58,7 +59,7 @@ def mixed(rows: int, steps: int) -> tuple[Scheduler, Turn]:
 
 def answer(scheduler: Scheduler) -> None:
     scheduler.plan()
-    record = scheduler.records[0]
+    record = scheduler.in_flight.records[0]
     scheduler.commit(record.step, np.full(len(record.rows), 7, np.int32))
 
 
@@ -74,7 +75,7 @@ def measure(rows: int, mix: str, steps: int) -> dict[str, float]:
         planned = time.perf_counter()
         sizes.append(len(encoder.encode(plan)))
         encoded = time.perf_counter()
-        record = scheduler.records[0]
+        record = scheduler.in_flight.records[0]
         ids = np.full(len(record.rows), 7, np.int32)
         ready = time.perf_counter()
         scheduler.commit(record.step, ids)
@@ -84,10 +85,10 @@ def measure(rows: int, mix: str, steps: int) -> dict[str, float]:
     return dict(zip(COLUMNS, (rows, *(round(figure, 2) for figure in figures)), strict=True))
 
 
-def run(rows: list[int], steps: int, only_json: bool) -> int:
+def main(given: argparse.Namespace) -> int:
     gc.disable()
-    results = {mix: [measure(number, mix, steps) for number in rows] for mix in ("decode", "mixed")}
-    if not only_json:
+    results = {mix: [measure(number, mix, given.steps) for number in given.rows] for mix in ("decode", "mixed")}
+    if not given.json:
         print(" ".join(f"{name:>11}" for name in ("mix", *COLUMNS)))
         for mix, lines in results.items():
             for line in lines:

@@ -44,6 +44,7 @@ class AsyncLine:
         self.socket: zmq.asyncio.Socket = zmq.asyncio.Context.instance().socket(zmq.DEALER)
         self.socket.set(zmq.LINGER, 500)
         self.socket.set(zmq.RCVHWM, 100_000)
+        self.socket.set(zmq.SNDHWM, 0)  # a send that waits could be cancelled, and a request or its abort with it
         self.socket.set(zmq.MAXMSGSIZE, MAX_FRAME)
         connect(self.socket, address)
         self.address = address

@@ -172,7 +172,7 @@ class Exchange:
             self.asked = now
             return encode(Ping("ping"))
         if self.asked is not None and now - self.asked > DEAD:
-            self.fail(ProcessDied(f"no word from the server for {now - self.heard:.0f} s"))
+            self.fail(ProcessDied(f"the server has not answered for {now - self.asked:.0f} s"))
         return None
 
     def fail(self, error: SidestepError) -> None:

@@ -127,9 +127,9 @@ class Load(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class Alive(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """A worker that has had nothing to do for a while is still there."""
+    """To schedulers: a worker with nothing to do is still there. To tokenizers: a grammar process, whatever it does."""
 
-    rank: U64 = 0  # among its replica's
+    index: U64 = 0  # a worker's rank in its replica, or a grammar process's replica
 
 
 class TableExport(msgspec.Struct, frozen=True, tag=True, array_like=True):
@@ -148,4 +148,4 @@ class TableExport(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 ToScheduler = Admit | Cancel | Ask
-ToTokenizer = TokenBatch | Compiled | Rejected | ReplicaReady | Load
+ToTokenizer = TokenBatch | Compiled | Rejected | ReplicaReady | Load | Alive

@@ -5,6 +5,7 @@ docs/PROTOCOL.md describes them field by field. Those inside the server are in `
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Any
 
 import msgspec
@@ -285,7 +286,8 @@ def field_of(error: msgspec.ValidationError) -> str | None:
     for before in ("unknown field `", "missing required field `"):
         if before in words:
             return words.split(before)[1].split("`")[0]
-    return words.rpartition(" - at `$.")[2].rstrip("`") if " - at `$." in words else None
+    place = re.search(r" - at (?:`key` in )?`\$\.(.+?)(?:\[\.\.\.\].*)?`$", words)  # [...]: whatever is in the map
+    return place and place[1]
 
 
 def label_of(frame: bytes) -> str | None:
@@ -304,10 +306,22 @@ def decode_to_client(frame: bytes) -> ToClient:
 
 
 def encode(message: FromClient | ToClient) -> bytes:
-    """Raises `InvalidRequest` for text that is not Unicode (a lone surrogate)."""
+    """Raises `InvalidRequest` for text that is not Unicode (a lone surrogate), and for numbers beyond 64 bits."""
     try:
         return _encoder.encode(message)
     except UnicodeEncodeError as error:
         raise InvalidRequest(f"the text has a lone surrogate at position {error.start}") from None
     except OverflowError:
-        raise InvalidRequest("a number does not fit 64 bits") from None
+        param = _overflowing(message)
+        raise InvalidRequest(f"a number in {param} does not fit 64 bits", param) from None
+
+
+def _overflowing(message: msgspec.Struct) -> str:
+    """The field whose number, or one of whose numbers, does not fit."""
+    for name in message.__struct_fields__:
+        value = getattr(message, name)
+        try:
+            _encoder.encode(value)
+        except OverflowError:
+            return _overflowing(value) if isinstance(value, msgspec.Struct) else name
+    return ""

@@ -11,6 +11,8 @@ from ipc.errors import InvalidRequest
 
 U64 = Annotated[int, msgspec.Meta(ge=0)]  # msgpack itself ends at 2**64 - 1
 MOST_LOGPROBS = 20
+LONGEST_WORD = 256  # characters of a bad word: all of them are encoded while others wait
+LONGEST_STOP = 1024  # characters of a stop string: looking for its beginning costs the square of what is held back
 
 
 class StructuredOutputs(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -45,7 +47,7 @@ class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, om
     frequency_penalty: float = 0.0
     repetition_penalty: float | None = None  # 1.0
     logit_bias: dict[int, float] = {}  # token id → what is added to its logit
-    allowed_token_ids: list[int] = []  # empty: all
+    allowed_token_ids: list[int] | None = None  # None: all
     bad_words: list[str] = []  # texts whose tokens the output does not contain
     max_tokens: int | None = None  # None: until the context is full
     min_tokens: int = 0
@@ -84,14 +86,21 @@ class SamplingParams(msgspec.Struct, frozen=True, forbid_unknown_fields=True, om
             ("repetition_penalty", 0.001 <= repetition <= 1000, "between 0.001 and 1000"),
             ("logit_bias", all(-100 <= b <= 100 for b in self.logit_bias.values()), "biases between -100 and 100"),
             ("logit_bias", all(0 <= i < 2**31 for i in self.logit_bias), "by token ids"),
-            ("allowed_token_ids", all(0 <= i < 2**31 for i in self.allowed_token_ids), "token ids"),
+            ("allowed_token_ids", self.allowed_token_ids != [], "at least one token id, or absent"),
+            ("allowed_token_ids", all(0 <= i < 2**31 for i in self.allowed_token_ids or []), "token ids"),
             ("bad_words", len(self.bad_words) <= 1024, "at most 1024 texts"),
-            ("bad_words", all(word.strip() for word in self.bad_words), "texts, none of them empty"),
+            ("bad_words", all(word.strip() for word in self.bad_words), "texts, none of them blank"),
+            ("bad_words", _longest(self.bad_words) <= LONGEST_WORD, f"at most {LONGEST_WORD} characters each"),
             ("max_tokens", self.max_tokens is None or self.max_tokens >= 1, "at least 1"),
             ("seed", 0 <= (self.seed or 0) < 2**64, "between 0 and 2**64 - 1"),
             ("min_tokens", 0 <= self.min_tokens <= (self.max_tokens or infinity), "between 0 and max_tokens"),
             ("stop", "" not in self.stop and len(self.stop) <= 64, "at most 64 strings, none of them empty"),
+            ("stop", _longest(self.stop) <= LONGEST_STOP, f"at most {LONGEST_STOP} characters each"),
             ("stop_token_ids", all(0 <= i < 2**31 for i in self.stop_token_ids), "token ids"),
             ("logprobs", 0 <= (self.logprobs or 0) <= MOST_LOGPROBS, f"between 0 and {MOST_LOGPROBS}"),
             ("prompt_logprobs", 0 <= (self.prompt_logprobs or 0) <= MOST_LOGPROBS, f"between 0 and {MOST_LOGPROBS}"),
         )
+
+
+def _longest(texts: list[str]) -> int:
+    return max(map(len, texts), default=0)

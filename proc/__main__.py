@@ -8,6 +8,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from proc.settings import Parser, Settings, UsageError, add_flags, from_arguments, non_defaults, positive
@@ -74,7 +75,7 @@ def parser() -> Parser:
     traced.add_argument(
         "--output", default="trace.json", help="Chrome's trace format, which Perfetto opens (default: trace.json)"
     )
-    traced.set_defaults(run=_trace)
+    traced.set_defaults(run=_main_of("proc.trace"))
     _add_bench(commands)
     return top
 
@@ -99,112 +100,51 @@ def _add_bench(commands: Any) -> None:
     )
 
     add_serving_flags(serving)
-    serving.set_defaults(run=_bench_serving)
+    serving.set_defaults(run=_main_of("bench.serving"))
     peers = kinds.add_parser("peers", help="running OpenAI-compatible servers, side by side", description=PEERS)
     add_peers_flags(peers)
-    peers.set_defaults(run=_bench_peers)
+    peers.set_defaults(run=_main_of("bench.peers"))
     overlap = kinds.add_parser("overlap", help="what overlap wins, by mode, on a simulated device")
     add_overlap_flags(overlap)
-    overlap.set_defaults(run=_bench_overlap)
+    overlap.set_defaults(run=_main_of("bench.overlap"))
     device = kinds.add_parser("device", help="decode and prefill of a model's shape on the device, with its floors")
-    device.set_defaults(run=_bench_device)
+    device.set_defaults(run=_main_of("bench.device"))
     add_device_flags(device)
     http = kinds.add_parser("http", help="what a streamed token costs the http process, on a simulated device")
     http.add_argument("--streams", type=positive, default=256, help="at once (default: 256)")
     http.add_argument("--tokens", type=positive, default=256, help="of each stream (default: 256)")
     http.add_argument("--step-ms", type=float, default=12.0, help="the device's time for a step (default: 12)")
     http.add_argument("--json", action="store_true", help="only the JSON line")
-    http.set_defaults(run=_bench_http)
+    http.set_defaults(run=_main_of("bench.http_load"))
     sampler = kinds.add_parser("sampler", help="what drawing tokens costs on the CPU, by what is asked for")
-    sampler.set_defaults(run=_bench_sampler)
+    sampler.set_defaults(run=_main_of("bench.sampler"))
     add_sampler_flags(sampler)
     kernels = kinds.add_parser("kernels", help="the C kernels against torch and against what this machine can do")
-    kernels.set_defaults(run=_bench_kernels)
+    kernels.set_defaults(run=_main_of("bench.kernels"))
     add_kernels_flags(kernels)
     perplexity = kinds.add_parser("perplexity", help="what quantization costs in quality, on a fixed text")
-    perplexity.set_defaults(run=_bench_perplexity)
+    perplexity.set_defaults(run=_main_of("bench.perplexity"))
     add_perplexity_flags(perplexity)
     step = kinds.add_parser("step", help="what one step costs the scheduler alone")
     rows = [1, 64, 256, 1024, 4096]
     step.add_argument("--rows", type=positive, nargs="+", default=rows, help="of a step (default: 1 64 256 1024 4096)")
     step.add_argument("--steps", type=positive, default=200, help="over which means are taken (default: 200)")
     step.add_argument("--json", action="store_true", help="only the JSON lines")
-    step.set_defaults(run=_bench_step)
+    step.set_defaults(run=_main_of("bench.step"))
     start = kinds.add_parser("start", help="how long `serve` takes until it is ready")
     start.add_argument("options", nargs="*", help="of `serve`, after --")
     start.add_argument("--repeats", type=positive, default=5, help="starts (default: 5)")
     start.add_argument("--json", action="store_true", help="only the JSON line")
-    start.set_defaults(run=_bench_start)
+    start.set_defaults(run=_main_of("bench.start"))
 
 
-def _trace(given: argparse.Namespace) -> int:
-    from proc.trace import main as trace
-
-    return trace(given)
-
-
-def _bench_serving(given: argparse.Namespace) -> int:
-    from bench.serving import main as serving
-
-    return serving(given)
-
-
-def _bench_peers(given: argparse.Namespace) -> int:
-    from bench.peers import main as peers
-
-    return peers(given)
-
-
-def _bench_device(given: argparse.Namespace) -> int:
-    from bench.device import main as device
-
-    return device(given)
-
-
-def _bench_sampler(given: argparse.Namespace) -> int:
-    from bench.sampler import main as sampler
-
-    return sampler(given)
-
-
-def _bench_kernels(given: argparse.Namespace) -> int:
-    from bench.kernels import main as kernels
-
-    return kernels(given)
-
-
-def _bench_perplexity(given: argparse.Namespace) -> int:
-    from bench.perplexity import main as perplexity
-
-    return perplexity(given)
-
-
-def _bench_overlap(given: argparse.Namespace) -> int:
-    from bench.overlap import main as overlap
-
-    return overlap(given)
-
-
-def _bench_http(given: argparse.Namespace) -> int:
-    from bench.http_load import main as http
-
-    return http(given)
-
-
-def _bench_step(given: argparse.Namespace) -> int:
-    from bench.step import run as step
-
-    return step(given.rows, given.steps, given.json)
-
-
-def _bench_start(given: argparse.Namespace) -> int:
-    from bench.start import run as start
-
-    return start(given.options, given.repeats, given.json)
+def _main_of(module: str) -> Callable[[argparse.Namespace], int]:
+    """That of a module which is imported when it is wanted."""
+    return lambda given: int(import_module(module).main(given))
 
 
 def serve(given: argparse.Namespace) -> int:
-    """Start, say so, and keep running until a signal or a death."""
+    """Start, and leave nothing behind whatever ends it, such as nobody reading what it says."""
     from proc.supervisor import Supervisor
 
     settings = from_arguments(given)
@@ -213,8 +153,13 @@ def serve(given: argparse.Namespace) -> int:
     server = Supervisor(settings, say, http=1)
     say(f"settings: {non_defaults(settings)}")
     began = time.monotonic()
-    server.start()
-    _describe(server, settings, time.monotonic() - began)
+    with server:
+        _describe(server, settings, time.monotonic() - began)
+        return _keep(server, settings)
+
+
+def _keep(server: Supervisor, settings: Settings) -> int:
+    """Say that it is ready, and keep it running until a signal or a death."""
     where = f"{server.url}  zmq" if server.url else "zmq"
     print(f"sidestep is ready: {where} {' '.join(server.addresses)}", flush=True)
     stop: list[int] = []

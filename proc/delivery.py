@@ -174,6 +174,12 @@ class Delivery:
                 milliseconds = self.live[number].message.timeout_ms
                 self.fail(number, DeadlineExceeded(f"timeout_ms is over: {milliseconds} ms", "timeout_ms"))
 
+    def fail_structured(self, replica: int, error: SidestepError) -> None:
+        """Those that would wait for the grammar process of a replica."""
+        for number in [n for n, live in self.live.items() if live.structured and live.replica == replica]:
+            self.cancel(number)
+            self.fail(number, error)
+
     def fail_all(self, error: SidestepError) -> None:
         for number in list(self.live):
             self.cancel(number)

@@ -17,7 +17,7 @@ import numpy as np
 
 from ipc.endpoints import address
 from ipc.errors import InternalError, InvalidRequest
-from ipc.internal import Compile, Compiled, Forget, Rejected, ReplicaReady, ToTokenizer
+from ipc.internal import Alive, Compile, Compiled, Forget, Rejected, ReplicaReady, ToTokenizer
 from ipc.mask_ring import MaskRing
 from ipc.sockets import Receiver, Sender
 from proc.models import load_tokenizer
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from runtime.grammar import Grammars, Matchers
 
 log = logging.getLogger(__name__)
+BEAT = 1.0  # seconds between words that this process lives
 THREADS = max(1, (os.cpu_count() or 1) // 4)  # masks computed at once
 
 
@@ -56,6 +57,7 @@ class GrammarLoop:
         ]
         self.owners: dict[int, Compile] = {}  # by request: those whose grammar is wanted
         self.loaded = False
+        self.beat = 0.0  # monotonic seconds of the last word
         self.compiler = ThreadPoolExecutor(1, "compiler")
         self.compiled: deque[tuple[Compile, LLMatcher | Exception]] = deque()
         self.news = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -75,8 +77,8 @@ class GrammarLoop:
         return {}
 
     def turn(self, poller: Poller) -> None:
-        """Orders for masks, and grammars: those that have come and those that are compiled."""
-        poller.wait()
+        """Orders for masks, and grammars: those that have come and those that are compiled; and a word a second."""
+        poller.wait(BEAT)
         while (message := self.inbox.receive(0)) is not None:
             if isinstance(message, MaskOrder):
                 self.order(message)
@@ -86,6 +88,13 @@ class GrammarLoop:
             elif isinstance(message, Forget):
                 self.forget(message.request)
         self.take_compiled()
+        self.say_alive(time.monotonic())
+
+    def say_alive(self, now: float) -> None:
+        if now - self.beat >= BEAT:
+            self.beat = now
+            for tokenizer in self.tokenizers:
+                tokenizer.send(Alive(self.index))
 
     def order(self, order: MaskOrder) -> None:
         """Write the masks of a step and tell the workers. Without live grammars it is told that there are none."""

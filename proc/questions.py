@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import msgspec
@@ -11,6 +12,7 @@ from ipc.internal import Ask, Load, ToScheduler
 from ipc.messages import Metrics, MetricsReply, Status, StatusReply, Trace, TraceReply, Track
 from ipc.sockets import Sender
 from proc.counters import Counters
+from proc.silence import Silence
 
 WORST = ("oldest_step_s", "worker_silence_s")  # of the replicas the largest counts; other figures are summed
 Reply = StatusReply | TraceReply | MetricsReply
@@ -19,8 +21,10 @@ Reply = StatusReply | TraceReply | MetricsReply
 class Questions:
     """Of tokenizer `index`. `facts` stand in every status beside the figures of all replicas."""
 
-    def __init__(self, index: int, schedulers: list[Sender[ToScheduler]], facts: dict[str, Any]) -> None:
-        self.index, self.schedulers, self.facts = index, schedulers, facts
+    def __init__(
+        self, index: int, schedulers: list[Sender[ToScheduler]], facts: dict[str, Any], grammar_silence: Silence
+    ) -> None:
+        self.index, self.schedulers, self.facts, self.grammar_silence = index, schedulers, facts, grammar_silence
         self._open: dict[int, tuple[bytes, Status | Trace | Metrics, list[Load]]] = {}
         self._next = 0
 
@@ -48,6 +52,7 @@ class Questions:
             name: (max if name in WORST else sum)(one.figures[name] for one in loads) for name in loads[0].figures
         }
         if isinstance(asked, Status):
+            figures["grammar_silence_s"] = self.grammar_silence.longest(time.monotonic())
             return client, StatusReply(asked.id, figures | {"replicas": len(loads)} | self.facts)
         histograms = total([one.histograms for one in loads]) | counters.histograms
         return client, MetricsReply(asked.id, figures | counters.figures(), histograms)

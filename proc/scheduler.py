@@ -33,10 +33,11 @@ from proc.device_clock import COLUMNS, DeviceClock
 from proc.role import Command, Poller, ProcessSpec
 from proc.shapes import table_shape
 from runtime.device.base import DeviceInfo
+from runtime.in_flight import Outputs
 from runtime.limits import Limits
 from runtime.request import AdmissionError, Request
 from runtime.sampling import Sampling
-from runtime.scheduler import Outputs, Scheduler
+from runtime.scheduler import Scheduler
 from runtime.step import MaskOrder, StepPlan, StepResult
 
 log = logging.getLogger(__name__)
@@ -130,11 +131,11 @@ class SchedulerLoop:
             return None
         engine, taken = self.engine, time.monotonic_ns()
         if isinstance(result, Alive):
-            self.clock.lives(result.rank, taken)
+            self.clock.lives(result.index, taken)
         if not isinstance(result, StepResult):
             return None
-        self.steps_ahead += len(engine.records) > 1
-        ids, _ = self.table.read(result.step, engine.records[0].rows)
+        self.steps_ahead += len(engine.in_flight) > 1
+        ids, _ = self.table.read(result.step, engine.in_flight.records[0].rows)
         outputs = engine.commit(result.step, ids[:, 0], result.logprobs)
         self.clock.committed(result, taken, len(ids), engine.num_running, engine.num_waiting, engine.num_used_blocks)
         return outputs
@@ -160,7 +161,7 @@ class SchedulerLoop:
 
     def order_masks(self) -> None:
         """Have the masks of the oldest step computed while its forward pass runs, as soon as its ids are known."""
-        order = self.engine.order_masks(time.monotonic_ns())
+        order = self.engine.in_flight.order_masks(time.monotonic_ns())
         if order is not None:
             self.grammar.send(order)
 
@@ -214,7 +215,7 @@ class SchedulerLoop:
             frequency_penalty=params.frequency_penalty,
             repetition_penalty=_known(params.repetition_penalty, 1.0),
             logit_bias=tuple(params.logit_bias.items()),
-            allowed_ids=tuple(params.allowed_token_ids),
+            allowed_ids=tuple(params.allowed_token_ids or ()),
             bad_words=tuple(message.bad_words),
             logprobs=_known(params.logprobs, -1),
             prompt_logprobs=_known(params.prompt_logprobs, -1),
@@ -232,7 +233,7 @@ class SchedulerLoop:
             ("prompt", np.frombuffer(message.prompt_ids, "<i4"), self.vocab_size),
             ("output_ids", np.frombuffer(message.output_ids, "<i4"), self.vocab_size),
             ("stop_token_ids", np.array(params.stop_token_ids, np.int64), self.vocab_size),
-            ("allowed_token_ids", np.array(params.allowed_token_ids, np.int64), message.vocab or self.vocab_size),
+            ("allowed_token_ids", np.array(params.allowed_token_ids or [], np.int64), message.vocab or self.vocab_size),
             ("logit_bias", np.array(list(params.logit_bias), np.int64), self.vocab_size),
         ):
             if ((ids < 0) | (ids >= most)).any():
@@ -282,8 +283,8 @@ class SchedulerLoop:
             "preemptions": engine.num_preemptions,
             "prefix_cache_queries": engine.num_looked_up,
             "prefix_cache_hits": engine.num_found,
-            "overshoot_rows": engine.num_overshoot,
-            "committed_tokens": engine.num_committed,
+            "overshoot_rows": engine.in_flight.num_overshoot,
+            "committed_tokens": engine.in_flight.num_committed,
             "steps": engine.num_steps,
             "steps_planned_ahead": self.steps_ahead,
             **self.clock.figures(engine.has_work),

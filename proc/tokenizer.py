@@ -25,7 +25,7 @@ from ipc.errors import (
     SidestepError,
     from_wire,
 )
-from ipc.internal import Compiled, Load, Rejected, ReplicaReady, TokenBatch, ToScheduler, ToTokenizer
+from ipc.internal import Alive, Compiled, Load, Rejected, ReplicaReady, TokenBatch, ToScheduler, ToTokenizer
 from ipc.messages import (
     PROTOCOL,
     Abort,
@@ -60,10 +60,12 @@ from proc.prompts import Prompts
 from proc.questions import Questions
 from proc.role import Command, Poller, ProcessSpec
 from proc.settings import UsageError
+from proc.silence import Silence
 from runtime.tokenizer import TextError
 
 log = logging.getLogger(__name__)
 TURN = 64  # messages taken from clients before tokens are looked at again
+LONGEST_TURN = 0.05  # seconds, the same: a long prompt may take one to encode
 PROBE = 1.0  # seconds between looks whether the clients are still there
 
 
@@ -112,24 +114,31 @@ class TokenizerLoop:
         self.delivery.forget_grammar = self.admissions.forget
         facts: dict[str, Any] = {"model": self.name, "device": self.replicas[0].device}
         facts |= {"vocab_size": self.vocab_size, "max_model_len": self.max_model_len}
-        self.questions = Questions(self.index, self.schedulers, facts)
+        self.grammar_silence = Silence(self.spec.num_schedulers, time.monotonic())
+        self.questions = Questions(self.index, self.schedulers, facts, self.grammar_silence)
         return {"public": self.public.address}
 
     def turn(self, poller: Poller) -> None:
         """Wait; take requests; take tokens; send; look after clients that have gone and after a drain."""
         longest = 0.02 if self.public.backlog else 0.1 if self.draining else PROBE
         poller.wait(self.delivery.deadlines.wait(time.monotonic(), longest))
-        for _ in range(TURN):
-            received = self.public.receive()
-            if received is None:
-                break
-            self.answer(*received)
+        self.take_requests(time.monotonic() + LONGEST_TURN)
         while (message := self.inbox.receive(0)) is not None:
             self.take(message)
         self.look_after(time.monotonic())
         self.delivery.flush()
 
     # -- from clients
+
+    def take_requests(self, until: float) -> None:
+        """What has arrived, up to a number and a time: those who wait for a word must not wait for a burst."""
+        for _ in range(TURN):
+            received = self.public.receive()
+            if received is None:
+                return
+            self.answer(*received)
+            if time.monotonic() > until:
+                return
 
     def answer(self, client: bytes, frame: bytes) -> None:
         """Whatever a client sends is answered, with an error at worst; nothing it sends ends the loop."""
@@ -247,6 +256,8 @@ class TokenizerLoop:
             self.delivery.fail(message.request, from_wire(message.code, message.message, message.param))
         elif isinstance(message, Load):
             self.take_load(message)
+        elif isinstance(message, Alive):
+            self.grammar_silence.lives(message.index, time.monotonic())
 
     def take_compiled(self, compiled: Compiled) -> None:
         """A grammar is there; its request may have ended meanwhile."""
@@ -266,6 +277,9 @@ class TokenizerLoop:
             self.probed = now
             for client in self.requests.clients:
                 self.public.probe(client)
+            for replica in self.grammar_silence.lost(now):
+                error = ProcessDied(f"the process that makes grammars and masks, grammar-{replica}, does not answer")
+                self.delivery.fail_structured(replica, error)
         self.delivery.expire(now)
         if self.draining is not None:
             if now > self.draining:

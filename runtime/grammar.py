@@ -23,7 +23,8 @@ from runtime.tokenizer import ByteTokenizer, Tokenizer
 
 KINDS = ("json", "json_object", "regex", "choice", "grammar", "lark")
 WHITE_SPACE = r"(\n {0,16}| )?"  # of JSON: a blank or a new line with an indent; no model goes on with it for ever
-CACHED = 256  # compiled grammars
+CACHED = 256  # compiled grammars, which take up to 2 MiB each where their texts are short
+CACHED_CHARACTERS = 2_000_000  # of their texts; one takes 35 to 160 bytes once it is compiled
 TOO_COMPLEX = "the grammar becomes too complex"
 LONGEST_WORDS = 400  # characters of an error
 
@@ -42,8 +43,7 @@ class Grammars:
         self.words = LLTokenizer(TokenizerWrapper(words), n_vocab=vocab_size, eos_token=list(tokenizer.eos_ids))
         self.executor = LLExecutor(num_threads=num_threads)
         self._limits = LLParserLimits(verbose_errors=False)
-        self._compiled: OrderedDict[tuple[str, str], LLMatcher] = OrderedDict()
-        self._lock = Lock()
+        self._compiled = _Compiled()
 
     def compile(self, kind: str, text: str, output_ids: Sequence[int] = ()) -> LLMatcher:
         """A matcher of its own, after `output_ids`. `kind` is one of KINDS; `text` is JSON for json and choice.
@@ -56,21 +56,40 @@ class Grammars:
         return matcher
 
     def _cached(self, kind: str, text: str) -> LLMatcher:
-        key = kind, text
-        with self._lock:
-            if key in self._compiled:
-                self._compiled.move_to_end(key)
-                return self._compiled[key]
+        matcher = self._compiled.get(kind, text)
+        if matcher is not None:
+            return matcher
         matcher = LLMatcher(self.words, source(kind, text), log_level=0, limits=self._limits)
         if not matcher.is_error():
             matcher.compute_bitmask()
         if matcher.is_error():
             raise GrammarError(_words(matcher))
-        with self._lock:
-            self._compiled[key] = matcher
-            if len(self._compiled) > CACHED:
-                self._compiled.popitem(last=False)
+        self._compiled.keep(kind, text, matcher)
         return matcher
+
+
+class _Compiled:
+    """The grammars used last, by kind and text. llguidance tells no sizes, so texts stand for them."""
+
+    def __init__(self) -> None:
+        self._matchers: OrderedDict[tuple[str, str], LLMatcher] = OrderedDict()
+        self._characters = 0
+        self._lock = Lock()
+
+    def get(self, kind: str, text: str) -> LLMatcher | None:
+        with self._lock:
+            if (kind, text) in self._matchers:
+                self._matchers.move_to_end((kind, text))
+            return self._matchers.get((kind, text))
+
+    def keep(self, kind: str, text: str, matcher: LLMatcher) -> None:
+        with self._lock:
+            if (kind, text) not in self._matchers:
+                self._characters += len(text)
+            self._matchers[kind, text] = matcher
+            while len(self._matchers) > CACHED or self._characters > CACHED_CHARACTERS:
+                (_, oldest), _ = self._matchers.popitem(last=False)
+                self._characters -= len(oldest)
 
 
 def source(kind: str, text: str) -> str:
@@ -176,6 +195,6 @@ class Matchers:
 def _words(matcher: LLMatcher) -> str:
     """What a matcher complains of, without its state; "" for nothing."""
     words = matcher.get_error().split("\n<")[0].strip()
-    if words.startswith(("Parser Error", "Lexer Error")) and "doesn't satisfy" not in words:
+    if words.lower().startswith(("parser error", "lexer error")) and "doesn't satisfy" not in words:
         words = f"{TOO_COMPLEX}: {words}"
     return "it allows no output at all" if words.startswith("NoExtension") else words[:LONGEST_WORDS]

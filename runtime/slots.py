@@ -10,8 +10,11 @@ from __future__ import annotations
 from enum import IntEnum
 
 import numpy as np
+from numpy.typing import NDArray
 
 from runtime.request import Request
+
+STOP_IDS = 4  # of a request that stand in its row
 
 
 class SlotState(IntEnum):
@@ -43,13 +46,15 @@ class Slots:
         self.request = np.zeros(num_slots, np.uint64)
         self.source = np.zeros(num_slots, np.uint16)
         self.constrained = np.zeros(num_slots, bool)  # draws under masks
-        self.stop_ids = np.full((num_slots, 4), -1, np.int32)
+        self.stop_ids = np.full((num_slots, STOP_IDS), -1, np.int32)
+        self.more_stop_ids: dict[int, NDArray[np.int32]] = {}  # all of those slots that have more
         self.tokens = np.zeros((num_slots, max_model_len + 1), np.int32)
         self.pages = np.zeros((num_slots, -(-max_model_len // block_size)), np.int32)
         self.free = list(range(num_slots - 1, 0, -1))
 
-    def assign(self, request: Request, arrival: int, limit: int) -> int:
-        """Give a free slot to the request and set every field; returns the slot."""
+    def assign(self, request: Request, limit: int) -> int:
+        """Give a free slot to a request that has been queued and set every field; returns the slot."""
+        assert request.arrival is not None
         slot = self.free.pop()
         ids = np.concatenate((request.prompt_ids, request.output_ids))
         self.state[slot] = SlotState.RUNNING
@@ -61,7 +66,7 @@ class Slots:
         self.min_stop[slot] = len(request.prompt_ids) + least
         self.last_step[slot] = -1
         self.priority[slot] = request.priority
-        self.arrival[slot] = arrival
+        self.arrival[slot] = request.arrival
         self.request[slot] = request.id
         self.source[slot] = request.source
         self.constrained[slot] = request.sampling.constrained
@@ -70,8 +75,21 @@ class Slots:
         return slot
 
     def _set_stop_ids(self, slot: int, stop_ids: tuple[int, ...]) -> None:
-        missing = len(stop_ids) - self.stop_ids.shape[1]
-        if missing > 0:
-            self.stop_ids = np.pad(self.stop_ids, ((0, 0), (0, missing)), constant_values=-1)
+        """One request with thousands must not widen the rows that every step compares."""
         self.stop_ids[slot] = -1
-        self.stop_ids[slot, : len(stop_ids)] = stop_ids
+        if len(stop_ids) > STOP_IDS:
+            self.more_stop_ids[slot] = np.array(stop_ids, np.int32)
+        else:
+            self.stop_ids[slot, : len(stop_ids)] = stop_ids
+
+    def release(self, slot: int) -> None:
+        self.more_stop_ids.pop(slot, None)
+        self.state[slot] = SlotState.FREE
+        self.free.append(slot)
+
+    def stopped(self, slots: NDArray[np.int32], ids: NDArray[np.int32]) -> NDArray[np.bool_]:
+        """Whether the id is one of its slot's stop ids, bool[len(slots)]."""
+        stopped: NDArray[np.bool_] = (self.stop_ids[slots] == ids[:, None]).any(1)
+        for slot, more in self.more_stop_ids.items():
+            stopped |= (slots == slot) & np.isin(ids, more)
+        return stopped

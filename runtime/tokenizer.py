@@ -22,6 +22,8 @@ from tokenizers import Tokenizer as Encoder
 from runtime.text import Utf8Stream
 
 OPEN, CLOSE = "\uf8f0", "\uf8f1"  # private marks around what must stay text while a template is rendered
+LONG = 4096  # characters; the last such text is not encoded again, since answers to one prompt are asked for one by one
+END = "\uf8f2"  # the same, behind a text that is to be continued
 MARKS = ("<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "<|python_tag|>", "<think>", "</think>")
 SAMPLING_DEFAULTS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
@@ -67,6 +69,7 @@ class Tokenizer:
         self.bytes_of = lru_cache(maxsize=None)(self._bytes_of)
         self.shown_bytes_of = lru_cache(maxsize=None)(self._shown_bytes_of)
         self.marked_bytes_of = lru_cache(maxsize=None)(self._marked_bytes_of)
+        self._encode_once = lru_cache(maxsize=1)(self._encode_anew)
 
     def encode(self, text: str, add_special: bool = True) -> list[int]:
         """Raises `TextError` for text that is not Unicode (a lone surrogate)."""
@@ -74,6 +77,9 @@ class Tokenizer:
             text.encode("utf-8")
         except UnicodeEncodeError as error:
             raise TextError("prompt", f"the text has a lone surrogate at position {error.start}") from None
+        return (self._encode_anew if len(text) < LONG else self._encode_once)(text, add_special).copy()
+
+    def _encode_anew(self, text: str, add_special: bool) -> list[int]:
         ids: list[int] = self._encoder.encode(text, add_special_tokens=add_special).ids
         return ids
 
@@ -98,10 +104,9 @@ class Tokenizer:
             variables = self._masked(variables)
         except RecursionError:
             raise TextError("messages", "the messages are nested too deeply") from None
-        text = self.render(masked, add_generation_prompt, **variables)
         if continued:
-            last = str(masked[-1].get("content")).strip()
-            text = text[: text.rindex(last) + len(last)] if last in text else text
+            masked[-1]["content"] = str(masked[-1].get("content") or "").rstrip() + END
+        text = self.render(masked, add_generation_prompt, **variables).partition(END)[0]
         ids: list[int] = []
         for plain, hidden in _split(text):
             ids += self.encode(plain, add_special=False) if plain else []
@@ -133,7 +138,7 @@ class Tokenizer:
     def _control(self) -> re.Pattern[str]:
         """Finds the vocabulary's control tokens (the longest first) and the marks themselves in a text."""
         words = sorted((str(self._added[token]) for token in self.special_ids), key=len, reverse=True)
-        return re.compile("|".join(map(re.escape, (*words, OPEN, CLOSE))))
+        return re.compile("|".join(map(re.escape, (*words, OPEN, CLOSE, END))))
 
     def render(self, messages: list[dict[str, Any]], add_generation_prompt: bool = True, **variables: Any) -> str:
         if self._template is None:

@@ -117,7 +117,7 @@ class Engine:
         plan = self.scheduler.plan() if self.random.random() < 0.7 or not (self.plans or self.results) else None
         if plan is not None:
             self.plans.append(plan)
-            self.most_in_flight = max(self.most_in_flight, len(self.scheduler.records))
+            self.most_in_flight = max(self.most_in_flight, len(self.scheduler.in_flight))
             self.computed_tokens += len(plan.decode_slots) // 2 + len(plan.chunk_ids) // 4
             self._order()
             return True
@@ -135,12 +135,12 @@ class Engine:
         return False
 
     def _order(self) -> None:
-        order = self.scheduler.order_masks(0)
+        order = self.scheduler.in_flight.order_masks(0)
         if order is not None:
             self.orders.append(order)
 
     def _commit(self, result: StepResult) -> None:
-        record = self.scheduler.records[0]
+        record = self.scheduler.in_flight.records[0]
         out = self.scheduler.commit(result.step, self.tokens.read(result.step, record.rows), result.logprobs)
         for number, _, offset, told in out.logprobs:
             ids, values = np.frombuffer(told.ids, "<i4"), np.frombuffer(told.values, "<f4")
@@ -157,7 +157,7 @@ class Engine:
             answer.finish = Finish(finish)
 
     def serve(self, asked: list[Request], spread: bool) -> None:
-        """All of them, to the end; `spread`: each is admitted once those before have nothing to do."""
+        """All of them, to the end; `spread`: arrivals further apart than a request's life."""
         for one in asked:
             self.admit(one)
             while spread and self.turn():

@@ -31,7 +31,7 @@ LONGEST_BODY = 32 << 20  # bytes
 BODY_TIME = 60.0  # seconds in which a body must have come
 CONNECT_TIME = 10.0  # seconds that a request waits for the tokenizers
 STUCK = 60.0  # seconds a step may take before the worker counts as stuck
-FRESH = 5.0  # seconds in which the scheduler must answer, and an idle worker say a word
+FRESH = 5.0  # seconds in which the scheduler must answer, and an idle worker and the grammar process say a word
 PAGE = Path(__file__).parent / "page.html"
 T = TypeVar("T")
 
@@ -149,7 +149,7 @@ class Api:
         return _json({"version": version("sidestep")})
 
     async def health(self, request: Request) -> Response:
-        """200 when all schedulers have answered just now, and every worker lives and sits on no step."""
+        """200 when all schedulers have answered just now, all others live, and no worker sits on a step."""
         try:
             status = await asyncio.wait_for((await self._client(None)).status(), FRESH)
         except asyncio.TimeoutError:
@@ -158,6 +158,8 @@ class Api:
             raise ProcessDied(f"a step has been under way for {status['oldest_step_s']:.0f} s")
         if status["worker_silence_s"] > FRESH:
             raise ProcessDied(f"a worker has said nothing for {status['worker_silence_s']:.0f} s")
+        if status["grammar_silence_s"] > FRESH:
+            raise ProcessDied(f"a grammar process has said nothing for {status['grammar_silence_s']:.0f} s")
         return Response()
 
     async def ready(self, request: Request) -> Response:

@@ -116,8 +116,8 @@ class Sampled(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
             raise InvalidRequest("stream_options needs stream", "stream_options")
         if not -(2**31) <= (self.priority or 0) < 2**31:
             raise InvalidRequest("priority must fit 32 bits", "priority")
-        if not 1 <= (self.timeout_ms or 1) < 2**63:
-            raise InvalidRequest("timeout_ms must be at least 1", "timeout_ms")
+        if self.timeout_ms is not None and not 1 <= self.timeout_ms < 2**63:
+            raise InvalidRequest("timeout_ms must be at least 1, and below 2**63", "timeout_ms")
 
     def sampling(self, choice: int) -> SamplingParams:
         """Of one of the `n` choices; a seed counts on from choice to choice. Raises `InvalidRequest`."""
@@ -236,10 +236,9 @@ def read(body: bytes, kind: type[T]) -> T:
 
 def _biases(given: dict[str, float]) -> dict[int, float]:
     """By token id, which JSON writes as text. Raises `InvalidRequest`."""
-    try:
-        return {int(token): bias for token, bias in given.items()}
-    except ValueError:
-        raise InvalidRequest("logit_bias must be by token ids", "logit_bias") from None
+    if not all(token.isascii() and token.isdecimal() and len(token) < 20 for token in given):
+        raise InvalidRequest("logit_bias must be by token ids", "logit_bias")
+    return {int(token): bias for token, bias in given.items()}
 
 
 def _is_list(value: Any, kind: type) -> bool:

@@ -7,12 +7,16 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 from bench.device import main, prefill_flops, read_bytes
 from bench.gpu_check import missing, verdicts
 from bench.options import add_device_flags
 from bench.shapes import write
+from proc.settings import UsageError
 from runtime.model.config import read_config
+
+NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 
 
 @pytest.mark.parametrize(("shape", "billions", "embedding"), [("llama-3.1-8b", 8.03, 0.525), ("qwen3-0.6b", 0.596, 0)])
@@ -27,12 +31,15 @@ def test_floors_are_those_of_the_model(tmp_path: Path, shape: str, billions: flo
     assert prefill_flops(config, 8192) > 8192 * prefill_flops(config, 1) * 0.7
 
 
-def test_a_quick_run(capsys: pytest.CaptureFixture[str]) -> None:
+def run(*flags: str) -> int:
     parser = argparse.ArgumentParser()
     add_device_flags(parser)
     shape = ["--shape", "tiny", "--rows", "1", "4", "--tokens", "24", "--prefill", "256"]
-    flags = ["--device", "cpu", *shape, "--layouts", "3:1", "3:0"]
-    assert main(parser.parse_args(flags)) == 0
+    return main(parser.parse_args([*shape, *flags]))
+
+
+def test_a_quick_run(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("--device", "cpu", "--layouts", "3:1", "3:0") == 0
     *table, line = capsys.readouterr().out.splitlines()
     report = json.loads(line)
     assert len(table) == 7 and "tokens_differ" not in report
@@ -40,6 +47,21 @@ def test_a_quick_run(capsys: pytest.CaptureFixture[str]) -> None:
     for row in report["decode"]:
         assert row["step_ms"] > row["floor_ms"] > 0 and 0 <= row["idle_fraction"] < 1 and row["tokens_per_s"] > 0
     assert report["prefill_tflops"] > 0
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ("--device cpu --token-table pinned", "--token-table pinned is for GPUs"),
+        pytest.param("", "torch is built for .* and sees no GPU", marks=NO_GPU),
+    ],
+)
+def test_what_cannot_be_is_refused_and_nothing_printed(
+    capsys: pytest.CaptureFixture[str], flags: str, words: str
+) -> None:
+    with pytest.raises(UsageError, match=words):
+        run(*flags.split())
+    assert not capsys.readouterr().out
 
 
 def test_what_was_aimed_at_is_judged() -> None:

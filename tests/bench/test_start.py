@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import json
+from argparse import Namespace
 
 import pytest
 
-from bench.start import run, start
+from bench.start import main, start
 from proc.settings import UsageError
 
 
 def test_the_seconds_of_each_start(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(["--device", "sim"], 1, True) == 0
+    assert main(Namespace(options=["--device", "sim"], repeats=1, json=True)) == 0
     line = json.loads(capsys.readouterr().out)
     assert line["options"] == ["--device", "sim"] and len(line["seconds"]) == 1
     assert line["median_s"] == line["seconds"][0] > 0

@@ -72,6 +72,14 @@ def test_silence_is_asked_about_and_then_taken_for_death() -> None:
     assert isinstance(pending.error, ProcessDied)
 
 
+def test_an_idle_time_is_no_part_of_the_silence() -> None:
+    exchange = Exchange(now=0.0)
+    pending, _ = exchange.begin(Generate("r0", "x"))
+    exchange.tick(1000.0)
+    exchange.tick(1000.1 + DEAD)
+    assert isinstance(pending.error, ProcessDied) and f"not answered for {DEAD:.0f} s" in str(pending.error)
+
+
 def test_a_request_after_a_long_idle_time_is_not_taken_for_lost() -> None:
     exchange = Exchange(now=0.0)
     pending, _ = exchange.begin(Generate("r0", "x"))

@@ -124,6 +124,9 @@ def test_the_page_names_every_type_and_field() -> None:
         ({"type": "generate", "id": "1", "sampling": {"temperature": "hot"}}, "sampling.temperature"),
         ({"type": "generate", "id": "1", "sampling": {"beam": 2}}, "beam"),
         ({"type": "generate", "id": "1", "sampling": {"seed": -1}}, "sampling.seed"),
+        ({"type": "generate", "id": "1", "sampling": {"logit_bias": {5: "much"}}}, "sampling.logit_bias"),
+        ({"type": "generate", "id": "1", "sampling": {"logit_bias": {"x": 1.0}}}, "sampling.logit_bias"),
+        ({"type": "generate", "id": "1", "sampling": {"stop": ["a", 1]}}, "sampling.stop[1]"),
         ({"type": "abort"}, "id"),
         ({"type": "dance", "id": "1"}, "type"),
     ],
@@ -167,8 +170,12 @@ def test_nasty_bytes_are_refused(frame: bytes) -> None:
 def test_what_cannot_be_encoded_is_the_callers_mistake() -> None:
     with pytest.raises(InvalidRequest, match="surrogate"):
         encode(Tokenize("1", "a\ud800"))
-    with pytest.raises(InvalidRequest, match="64 bits"):
-        encode(Generate("1", "x", sampling=SamplingParams(seed=2**70)))
+    large = {"prompt_ids": Generate("1", prompt_ids=[1, 2**70]), "ids": Detokenize("1", [-(2**64)])}
+    large["max_tokens"] = Generate("1", "x", sampling=SamplingParams(max_tokens=2**70))
+    for param, message in large.items():
+        with pytest.raises(InvalidRequest, match=f"a number in {param} does not fit 64 bits") as caught:
+            encode(message)
+        assert caught.value.param == param
 
 
 def test_each_code_is_one_class() -> None:

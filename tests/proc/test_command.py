@@ -110,6 +110,28 @@ def test_bench_serving_reports_every_request(tmp_path: Path) -> None:
         assert server.wait(20) == 0
 
 
+def test_serve_without_a_reader_leaves_nothing(run_dir: Path) -> None:
+    """As in `serve | true`."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    with subprocess.Popen(command("serve", *SIM), stdout=writer, cwd=ROOT) as server:
+        os.close(writer)
+        assert server.wait(30) == 0
+    assert not list(run_dir.iterdir())
+
+
+def test_serve_whose_reader_has_gone_leaves_nothing(run_dir: Path) -> None:
+    """As in `serve 2>&1 | head`: its last lines are read by nobody."""
+    with subprocess.Popen(command("serve", *SIM), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, cwd=ROOT) as server:
+        assert server.stdout is not None
+        while b"is ready" not in server.stdout.readline():
+            pass
+        server.stdout.close()
+        server.terminate()
+        server.wait(30)
+    assert not list(run_dir.iterdir())
+
+
 def test_children_die_with_a_killed_supervisor_and_the_next_one_sweeps_up(run_dir: Path) -> None:
     with subprocess.Popen(command("serve", *SIM), stdout=subprocess.PIPE, text=True, cwd=ROOT) as server:
         assert server.stdout is not None

@@ -171,6 +171,29 @@ def test_the_async_twin(server: Supervisor, client: Client) -> None:
     asyncio.run(run())
 
 
+def test_thousands_that_leave_at_once_leave_nothing(server: Supervisor) -> None:
+    """Cancelled while the socket would not take more, and again while they abort, as a gather does it."""
+
+    async def run() -> None:
+        async with AsyncClient(server.addresses[0]) as other:
+            wishes: dict[str, Any] = {"max_tokens": 900, "ignore_eos": True}
+            asked = [asyncio.ensure_future(other.generate("x" * 1000, **wishes)) for _ in range(4000)]
+            for _ in range(2):
+                await asyncio.sleep(0)
+                for one in asked:
+                    one.cancel()
+            await asyncio.gather(*asked, return_exceptions=True)
+            for _ in range(200):
+                status = await other.status()
+                if status["running"] == status["waiting"] == 0:
+                    break
+                await asyncio.sleep(0.05)
+            assert status["running"] == status["waiting"] == 0
+            assert not other._lines[0].exchange.pending
+
+    asyncio.run(run())
+
+
 BAD: list[tuple[dict[str, Any], type[errors.SidestepError], str | None]] = [
     ({"prompt": ""}, errors.InvalidRequest, "prompt"),
     ({"prompt": "x" * 5000}, errors.PromptTooLong, "prompt"),
@@ -181,6 +204,10 @@ BAD: list[tuple[dict[str, Any], type[errors.SidestepError], str | None]] = [
     ({"prompt": "x", "top_p": 2.0}, errors.InvalidRequest, "top_p"),
     ({"prompt": "x", "stop": [""]}, errors.InvalidRequest, "stop"),
     ({"prompt": "x", "stop_token_ids": [9999]}, errors.InvalidRequest, "stop_token_ids"),
+    ({"prompt": "x", "bad_words": ["x" * 257]}, errors.InvalidRequest, "bad_words"),
+    ({"prompt": "x", "stop": ["x" * 1025]}, errors.InvalidRequest, "stop"),
+    ({"prompt": "x", "bad_words": ["a", " \n"]}, errors.InvalidRequest, "bad_words"),
+    ({"prompt": "x", "allowed_token_ids": []}, errors.InvalidRequest, "allowed_token_ids"),
     ({"prompt": "x", "n": 2}, errors.InvalidRequest, "n"),
     ({"prompt": "x", "seed": -1}, errors.InvalidRequest, "seed"),
     ({"prompt": "x", "seed": 2**70}, errors.InvalidRequest, "seed"),

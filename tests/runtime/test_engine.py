@@ -6,6 +6,7 @@ import itertools
 import random
 from dataclasses import replace
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -64,11 +65,7 @@ def test_tokens_do_not_depend_on_the_layout(
 ) -> None:
     limits = Limits(blocks, 4, 128, seqs, max(chunk, seqs), None, depth, radix)
     engine = Engine(limits, seed=depth)
-    for one in mixed_requests():
-        engine.admit(one)
-        while spread and engine.turn():  # arrivals further apart than a request's life
-            pass
-    engine.run()
+    engine.serve(mixed_requests(), spread)
     assert engine.answers == expected
     assert engine.most_in_flight <= depth + 1
     assert_all_returned(engine)
@@ -212,6 +209,27 @@ def test_a_full_queue_and_a_live_id_are_refused() -> None:
         engine.scheduler.admit(request(1, [1]))
     with pytest.raises(AdmissionError, match="queue is full"):
         engine.scheduler.admit(request(2, [1]))
+
+
+def test_an_id_that_comes_again_has_its_new_place_in_the_queue() -> None:
+    engine = Engine(replace(ROOMY, depth=0, max_num_seqs=1))
+    engine.admit(replace(request(1, [1], 1), priority=-1))
+    engine.admit(request(2, [2], 1))
+    assert engine.scheduler.cancel(1)
+    engine.admit(replace(request(1, [1], 1), priority=1))
+    assert engine.scheduler.num_waiting == 2
+    first = engine.scheduler.plan()
+    assert first is not None and np.frombuffer(first.chunk_ids, "<i4").tolist() == [2]
+
+
+def test_thousands_of_stop_ids_stop_their_request_and_cost_no_other(expected: dict[int, Answer]) -> None:
+    for one in mixed_requests():
+        engine = Engine(ROOMY)
+        width = engine.scheduler.slots.stop_ids.shape
+        many = msgspec.structs.replace(one.sampling, stop_ids=one.sampling.stop_ids * 1000)
+        engine.serve([replace(one, sampling=many)], False)
+        assert engine.answers[one.id] == expected[one.id]
+        assert engine.scheduler.slots.stop_ids.shape == width and not engine.scheduler.slots.more_stop_ids
 
 
 def test_the_longest_prompt_gets_its_one_token() -> None:

@@ -63,11 +63,11 @@ def test_time_changes_no_token() -> None:
         device = TimedSimDevice(model, NO_MASKS, FLAT, lambda: None) if timed else SimDevice(model, NO_MASKS)
         results: queue.SimpleQueue[StepResult] = queue.SimpleQueue()
         ids: list[list[int]] = []
-        while (next_plan := scheduler.plan()) is not None or scheduler.records:
+        while (next_plan := scheduler.plan()) is not None or scheduler.in_flight:
             if next_plan is not None:
                 device.launch(next_plan, results.put)
                 continue
-            result, record = results.get(timeout=10), scheduler.records[0]
+            result, record = results.get(timeout=10), scheduler.in_flight.records[0]
             out = tokens.read(result.step, record.rows)
             ids.append(out.tolist())
             scheduler.commit(result.step, out)

@@ -55,6 +55,16 @@ def test_text_survives(tokenizer: Tokenizer, text: str) -> None:
     assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
+def test_a_long_text_that_comes_again_is_encoded_once(tokenizer: Tokenizer) -> None:
+    long = "ab " * 2000
+    ids = tokenizer.encode(long)
+    ids.append(0)  # the caller's own
+    before = tokenizer._encode_once.cache_info()
+    assert tokenizer.encode(long) == ids[:-1] == tokenizer._encode_anew(long, True)
+    after = tokenizer._encode_once.cache_info()
+    assert (after.hits, after.misses) == (before.hits + 1, before.misses)
+
+
 @given(st.lists(st.integers(0, 262), max_size=40))
 def test_a_stream_equals_the_whole(tokenizer: Tokenizer, ids: list[int]) -> None:
     stream = TextStream(tokenizer.shown_bytes_of, [])
@@ -145,7 +155,13 @@ def test_control_tokens_in_a_message_stay_text(tokenizer: Tokenizer) -> None:
     assert tokenizer.chat([{"role": "user<s>\uf8f1", "content": "a"}]).count(control[0]) == 2  # nor elsewhere in it
 
 
-def test_a_last_message_can_be_continued(tokenizer: Tokenizer) -> None:
-    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "ab "}]
-    ids = tokenizer.chat(messages, add_generation_prompt=False, continued=True)
-    assert tokenizer.decode(ids, skip_special=False) == "<s>user: a\n<s>assistant: ab"
+@pytest.mark.parametrize("said", ["ab ", "", " ", "e", "end", "\uf8f2b"])
+def test_a_last_message_can_be_continued(tokenizer: Tokenizer, tmp_path: Path, said: str) -> None:
+    """Though the template's own words behind it have the same letters."""
+    tokenizer._encoder.save(str(tmp_path / "tokenizer.json"))
+    template = TEMPLATE.replace("m.content }}", "m.content }} end of {{ m.role }}")
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": said}]
+    ids = Tokenizer(tmp_path, template).chat(messages, add_generation_prompt=False, continued=True)
+    before = "<s>user: a end of user\n<s>assistant: "
+    assert tokenizer.decode(ids, skip_special=False) == before + said.rstrip()
+    assert messages[-1]["content"] == said

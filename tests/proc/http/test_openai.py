@@ -125,6 +125,8 @@ BAD: list[tuple[str, dict[str, Any], int, str | None]] = [
     (CHAT, {"messages": HELLO, "temperature": "hot"}, 400, "temperature"),
     (CHAT, {"messages": HELLO, "temperature": -1}, 400, "temperature"),
     (CHAT, {"messages": HELLO, "max_tokens": 0}, 400, "max_tokens"),
+    (CHAT, {"messages": HELLO, "max_tokens": 10**21}, 400, "max_tokens"),
+    (CHAT, {"messages": HELLO, "max_completion_tokens": 10**21}, 400, "max_completion_tokens"),
     (CHAT, {"messages": HELLO, "seed": 2**70}, 400, "seed"),
     (CHAT, {"messages": HELLO, "seed": -1}, 400, "seed"),
     (CHAT, {"messages": HELLO, "n": 0}, 400, "n"),
@@ -141,6 +143,8 @@ BAD: list[tuple[str, dict[str, Any], int, str | None]] = [
     (CHAT, {"messages": HELLO, "top_logprobs": 1}, 400, "top_logprobs"),
     (CHAT, {"messages": HELLO, "logit_bias": {"x": 1}}, 400, "logit_bias"),
     (CHAT, {"messages": HELLO, "logit_bias": {"999999": 1}}, 400, "logit_bias"),
+    (CHAT, {"messages": HELLO, "logit_bias": {" 1_0": 1}}, 400, "logit_bias"),
+    (CHAT, {"messages": HELLO, "logit_bias": {"1": "much"}}, 400, "logit_bias"),
     (CHAT, {"messages": HELLO, "logits_processors": ["none"]}, 400, "logits_processors"),
     (CHAT, {"messages": HELLO, "tool_choice": "required"}, 400, "tool_choice"),
     (CHAT, {"messages": HELLO, "tools": [TOOL], "tool_choice": "maybe"}, 400, "tool_choice"),
@@ -157,9 +161,11 @@ BAD: list[tuple[str, dict[str, Any], int, str | None]] = [
     (TEXT, {"prompt": ""}, 400, "prompt"),
     (TEXT, {"prompt": ["a", [1]]}, 400, "prompt"),
     (TEXT, {"prompt": [9999]}, 400, "prompt"),
+    (TEXT, {"prompt": [10**21]}, 400, "prompt"),
     (TEXT, {"prompt": "x" * 300}, 400, "prompt"),
     ("/tokenize", {}, 400, "prompt"),
     ("/detokenize", {"tokens": [-1]}, 400, "tokens"),
+    ("/detokenize", {"tokens": [10**21]}, 400, "tokens"),
 ]
 
 
@@ -192,6 +198,17 @@ def test_the_client_raises_its_own_errors(client: openai.OpenAI) -> None:
 def test_bodies_that_are_no_json_are_refused(server: Supervisor, body: bytes) -> None:
     reply = ask(server, CHAT, body, method="POST")
     assert reply.status == 400 and reply.json["error"]["type"] == "invalid_request_error"
+
+
+def test_a_refusal_is_in_words(server: Supervisor) -> None:
+    reply = ask(server, TEXT, {"prompt": "x", "timeout_ms": 0})
+    assert reply.json["error"]["message"] == "timeout_ms must be at least 1, and below 2**63"
+
+
+def test_a_number_out_of_range_is_refused_by_its_field(server: Supervisor) -> None:
+    """One that no float holds; Python would not write it."""
+    reply = ask(server, TEXT, b'{"prompt": "x", "logit_bias": {"5": 1e400}}')
+    assert reply.status == 400 and reply.json["error"]["param"] == "logit_bias"
 
 
 def test_models_version_and_words(server: Supervisor, client: openai.OpenAI) -> None:

@@ -392,6 +392,22 @@ def test_an_idle_worker_that_has_stopped_is_noticed(start: Start) -> None:
     assert becomes(server, 200)
 
 
+def test_a_grammar_process_that_has_stopped_is_noticed_and_not_waited_for(start: Start) -> None:
+    server = start()
+    grammar = next(int(pid) for role, pid, *_ in server.table() if role == "grammar-0")
+    wish = {"prompt": "x", "max_tokens": 9, "structured_outputs": {"choice": ["yes", "no"]}}
+    os.kill(grammar, signal.SIGSTOP)
+    try:
+        given_up = ask(server, "/v1/completions", wish)
+        assert given_up.status == 503 and "grammar-0, does not answer" in given_up.json["error"]["message"]
+        assert "a grammar process has said nothing" in ask(server, "/health").json["error"]["message"]
+        assert ask(server, "/v1/completions", wish | {"structured_outputs": None}).status == 200
+    finally:
+        os.kill(grammar, signal.SIGCONT)
+    assert becomes(server, 200)
+    assert ask(server, "/v1/completions", wish).json["choices"][0]["text"] in ("yes", "no")
+
+
 def becomes(server: Supervisor, status: int) -> bool:
     """/health says so within fifteen seconds."""
     for _ in range(150):
