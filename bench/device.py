@@ -26,7 +26,7 @@ from proc.llm import LLM
 from runtime.model.config import ModelConfig, read_config
 from runtime.model.shapes import expected_shapes
 
-NAMES = ("procs", "depth", "rows", "step_ms", "floor_ms", "over_floor", "idle_fraction", "tokens_per_s")
+NAMES = ("procs", "depth", "rows", "step_ms", "floor_ms", "over_floor", "idle_fraction", "tokens_per_s", "seen_us")
 PROMPT = 128  # tokens before the decode steps
 COPIED = 1 << 30  # bytes
 
@@ -43,6 +43,7 @@ class Decode:
     over_floor: float
     idle_fraction: float  # of the device, between the steps
     tokens_per_s: float
+    seen_us: float  # median, from the end of a step on the device until the scheduler has taken its ids
 
 
 def bandwidth(device: str) -> float:
@@ -107,6 +108,11 @@ class Steps:
         count, began, ended = (self.columns[name] for name in ("rows", "started", "ended"))
         return [ended[at] - began[at] for at in self._steady(count, rows)]
 
+    def seen(self, rows: int) -> list[int]:
+        """From the end of such a step until the scheduler has read and taken its ids."""
+        count, ended, committed = (self.columns[name] for name in ("rows", "ended", "committed"))
+        return [committed[at] - ended[at] for at in self._steady(count, rows)]
+
     def idle(self, rows: int) -> tuple[int, int]:
         """(nanoseconds idle before such steps, from the first one's start to the last one's end)."""
         count, began, ended = (self.columns[name] for name in ("rows", "started", "ended"))
@@ -117,6 +123,14 @@ class Steps:
     @staticmethod
     def _steady(count: list[int], rows: int) -> list[int]:
         return [at for at in range(1, len(count)) if count[at] == count[at - 1] == rows]
+
+
+def used_mb(device: str) -> int:
+    """Of the device's memory, by everybody on it."""
+    if device == "cpu":
+        return 0
+    free, total = torch.cuda.mem_get_info()
+    return (total - free) >> 20
 
 
 def asked(llm: LLM, rows: int, prompt: int, tokens: int) -> list[list[int]]:
@@ -134,7 +148,8 @@ def decode(
     step_ms = statistics.median(steps.durations(rows)) / 1e6
     idle, span = steps.idle(rows)
     rate = rows * len(steps.durations(rows)) / (span / 1e9)
-    figures = Decode(*layout, rows, step_ms, floor_ms, step_ms / floor_ms, idle / span, rate)
+    seen_us = statistics.median(steps.seen(rows)) / 1e3
+    figures = Decode(*layout, rows, step_ms, floor_ms, step_ms / floor_ms, idle / span, rate, seen_us)
     return figures, answers, steps.last
 
 
@@ -184,6 +199,7 @@ def measure(given: argparse.Namespace, folder: Path) -> dict[str, Any]:
                     report.setdefault("tokens_differ", []).append([procs, depth, rows])
             if (procs, depth) == layouts[0]:
                 report["prefill_tflops"] = prefill(llm, config, given.prefill, last)
+                report["used_mb"] = used_mb(given.device)
     return report | {"bandwidth": rate, "decode": [asdict(one) for one in found]}
 
 

@@ -26,6 +26,7 @@ TESTS = (
     *(f"tests/runtime/test_{name}.py" for name in ("device_times", "gpu_planning", "device_tokens", "cuda_device")),
     *(f"tests/runtime/test_{name}.py" for name in ("filters", "histories", "sampling_on_device")),
     "tests/model/test_layer_ops.py",
+    "tests/model/test_coded_linears.py",
     "tests/ipc/test_cuda_runtime.py",
     "tests/ipc/test_device_table.py",
     "tests/gpu",
@@ -35,6 +36,7 @@ BENCHES = (
     ("--shape", "qwen3-0.6b", "--layouts", "3:1", "3:0", "1:1"),
     ("--shape", "llama-3.1-8b", "--layouts", "3:1", "3:0", "--rows", "1", "16", "64"),
 )
+TABLES = ("--shape", "qwen3-0.6b", "--layouts", "3:1", "--rows", "64", "--prefill", "512", "--json")
 LIMIT_S = {"tests": 150, "bench": 150}  # kernels are built in the first bench
 H200_FLOPS = 790.0  # TFLOP/s in bfloat16, as seen
 
@@ -137,6 +139,29 @@ def benched(options: tuple[str, ...], judged: bool) -> bool:
     return not more and all(reached for _, reached in found)
 
 
+def tables() -> bool:
+    """Both ways that ids take to the scheduler, side by side; whether both could be had."""
+    found = {}
+    for kind in ("cuda-ipc", "pinned"):
+        code, closing = run("bench", "-m", "proc", "bench", "device", *TABLES, "--token-table", kind)
+        if code != 0:
+            print(f"--token-table {kind} ended with {code}: {closing}")
+            return False
+        found[kind] = json.loads(closing)
+    print(compared(found["cuda-ipc"], found["pinned"]))
+    return True
+
+
+def compared(ipc: dict[str, Any], pinned: dict[str, Any]) -> str:
+    """Of one layout each, with KV of the same size: what a second context takes is what lies between their memory."""
+    (by_ipc,), (by_pinned,) = ipc["decode"], pinned["decode"]
+    return (
+        f"token table, cuda-ipc against pinned: step {by_ipc['step_ms']:.3f} / {by_pinned['step_ms']:.3f} ms, "
+        f"ids seen after {by_ipc['seen_us']:.0f} / {by_pinned['seen_us']:.0f} us, "
+        f"memory of the scheduler's context {ipc['used_mb'] - pinned['used_mb']} MiB"
+    )
+
+
 def main() -> int:
     if lacking := missing():
         print(f"cannot check: {', '.join(lacking)} missing; pip install {' '.join(lacking)}")
@@ -152,6 +177,7 @@ def main() -> int:
     judged = "H200" in torch.cuda.get_device_name()
     for options in BENCHES:
         passed = benched(options, judged) and passed
+    passed = tables() and passed
     code, closing = run("tests", *TEST, *TESTS[::-1])  # the GPU's own first
     print(f"tests: {closing}")
     passed = passed and code == 0

@@ -62,7 +62,11 @@ class Llama:
         self.linears = put_together(config, weights, pack)
         self.head = pack([weights["model.embed_tokens.weight"] if config.tied else weights.pop("lm_head.weight")], None)
         self.weights = {name: tensor for name, tensor in weights.items() if isinstance(tensor, Tensor)}
-        self.rope = Rope(config, max_len, self.weights["model.norm.weight"].device)
+        self.reach(max_len)
+
+    def reach(self, max_len: int) -> None:
+        """Requests may have so many tokens from now on."""
+        self.rope = Rope(self.config, max_len, self.weights["model.norm.weight"].device)
 
     @property
     def nbytes(self) -> int:

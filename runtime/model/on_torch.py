@@ -27,18 +27,18 @@ class TorchModel:
     `config` and they are those of one rank where `ranks` has several.
     """
 
-    model: Llama
     cache: KVCache
 
     def __init__(self, config: ModelConfig, weights: dict[str, Weight], ranks: Collective | None = None) -> None:
-        self.config, self.weights, self.ranks = config, weights, ranks
-        self.dtype = dtype_of(weights)
+        self.config, self.dtype = config, dtype_of(weights)
         as_numbers(weights, self.dtype)
-        self.nbytes = sum(tensor.nbytes for tensor in weights.values())
+        self.model = Llama(config, weights, 1, ranks)
+        self.nbytes = self.model.nbytes
 
     def attach(self, cache: KVCache, max_len: int) -> None:
         """Keys and values of requests of up to `max_len` tokens are kept in `cache` from now on."""
-        self.model, self.cache = Llama(self.config, self.weights, max_len, self.ranks), cache
+        self.cache = cache
+        self.model.reach(max_len)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[S, hidden_size] to float32[S, vocab_size]."""

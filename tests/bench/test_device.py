@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from bench.device import main, prefill_flops, read_bytes
-from bench.gpu_check import missing, verdicts
+from bench.gpu_check import compared, missing, verdicts
 from bench.options import add_device_flags
 from bench.shapes import write
 from proc.settings import UsageError
@@ -45,7 +45,12 @@ def test_a_quick_run(capsys: pytest.CaptureFixture[str]) -> None:
     assert len(table) == 7 and "tokens_differ" not in report
     assert [(row["depth"], row["rows"]) for row in report["decode"]] == [(1, 1), (1, 4), (0, 1), (0, 4)]
     for row in report["decode"]:
-        assert row["step_ms"] > row["floor_ms"] > 0 and 0 <= row["idle_fraction"] < 1 and row["tokens_per_s"] > 0
+        assert (
+            row["step_ms"] > row["floor_ms"] > 0
+            and row["seen_us"] > 0
+            and 0 <= row["idle_fraction"] < 1
+            and row["tokens_per_s"] > 0
+        )
     assert report["prefill_tflops"] > 0
 
 
@@ -75,6 +80,14 @@ def test_what_was_aimed_at_is_judged() -> None:
     assert len(missed) == 4
     large = [reached for _, reached in verdicts(report | {"shape": "llama-3.1-8b"})]
     assert large.count(False) == 1  # the prefill
+
+
+def test_both_token_tables_are_told_apart() -> None:
+    one = {"decode": [{"step_ms": 2.5, "seen_us": 61.4}], "used_mb": 9000}
+    other = {"decode": [{"step_ms": 2.4, "seen_us": 40.0}], "used_mb": 8600}
+    assert compared(one, other).endswith(
+        "2.500 / 2.400 ms, ids seen after 61 / 40 us, memory of the scheduler's context 400 MiB"
+    )
 
 
 def test_this_installation_lacks_nothing() -> None:
