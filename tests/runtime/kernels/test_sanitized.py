@@ -29,7 +29,7 @@ def runtimes() -> str:
     return " ".join(found)
 
 
-@pytest.mark.timeout(240)
+@pytest.mark.timeout(480)
 @pytest.mark.skipif(shutil.which("gcc") is None or sys.platform != "linux", reason="needs gcc")
 def test_kernels_under_sanitizers(tmp_path: Path) -> None:
     """Without OpenMP, whose threads the sanitizers do not know: one thread walks all stages."""
@@ -55,7 +55,7 @@ def test_kernels_under_sanitizers(tmp_path: Path) -> None:
         "not 4100 and not 200 and not torch",
         *tests,
     ]
-    done = subprocess.run(arguments, capture_output=True, text=True, env=environment, timeout=220, cwd=ROOT)
+    done = subprocess.run(arguments, capture_output=True, text=True, env=environment, timeout=360, cwd=ROOT)
     assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
     assert "avx512bf16 avx512 " in subprocess.check_output(
         [sys.executable, "-c", "from runtime.kernels.library import every; print(*(one.name for one in every()))"],
