@@ -23,8 +23,9 @@ from bench.machine import Machine, Work, seconds
 from proc.settings import UsageError
 from runtime.kernels.library import Kernels, kernels
 from runtime.kernels.pack import Unsupported
-from runtime.model.coded import StoredLinear, as_numbers
+from runtime.model.coded import as_numbers
 from runtime.model.config import ConfigError, ModelConfig, read_config
+from runtime.model.linears import Weight
 from runtime.model.weights import dummy_weights, load_weights
 
 SMOLLM2 = ModelConfig("LlamaForCausalLM", 49152, 576, 1536, 30, 9, 3, 64, 8192, 1e-5, 1e5, tied=True)
@@ -99,7 +100,7 @@ def _subjects(given: argparse.Namespace, size: Size, found: Kernels) -> tuple[Su
     """The model in --dtype, and in the other type."""
     try:
         config = read_config(Path(given.model)) if given.model else size.config
-        weights: dict[str, torch.Tensor | StoredLinear] = {}
+        weights: dict[str, Weight] = {}
         weights |= (
             load_weights(Path(given.model), config, None) if given.model else dummy_weights(config, torch.bfloat16)
         )

@@ -192,12 +192,8 @@ def _model(quantization: str, config: ModelConfig, weights: dict[str, Any], rank
         found = kernels()
         if found is not None:
             packed = PackedLlama(config, weights, found, {"int8": 8, "int4": 4}.get(quantization, 0))
-            codes = (
-                [quantization]
-                if quantization != "none"
-                else [f"{words} ({count})" for words, count in packed.held.items()]
-            )
-            return packed, ", ".join([f"{found.name} kernels", *codes])
+            codes = "gguf" if quantization == "gguf" else packed.words
+            return packed, f"{found.name} kernels{f', {codes}' if codes else ''}"
     except Unsupported as error:
         reason = f" (no kernels for {error})"
     except ValueError as error:

@@ -5,6 +5,7 @@ Formats: `runtime.model.coding`; the order of AWQ's eight outputs is AutoAWQ's `
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 
 import torch
@@ -16,6 +17,7 @@ from runtime.model.quantized import GROUP, ZERO, Quantized
 Tensor = torch.Tensor
 AWQ_ORDER = [0, 2, 4, 6, 1, 3, 5, 7]
 WORD = 32  # bits
+SCALES = ("weight_scale", "weight_scale_inv", "scales")
 
 
 @dataclass(frozen=True)
@@ -82,8 +84,7 @@ class StoredLinear:
         """Raises `ConfigError` where groups are of several sizes."""
         coding, parts = self.coding, self.parts
         codes, zero = UNPACKING[coding.packing](self)
-        found = [parts.get(name) for name in ("weight_scale", "weight_scale_inv", "scales")]
-        scale = next(one for one in found if one is not None).float()
+        scale = next(parts[name] for name in SCALES if name in parts).float()
         scale = scale.t() if "scales" in parts else scale.reshape(1, 1) if scale.dim() < 2 else scale
         input_scale = parts["input_scale"].float().reshape(()) if "input_scale" in coding.tensors else None
         order = self._order() if coding.order in parts else None
@@ -106,6 +107,11 @@ def as_numbers(weights: dict[str, Tensor | StoredLinear], dtype: torch.dtype) ->
     for name, one in weights.items():
         if isinstance(one, StoredLinear):
             weights[name] = one.unpacked().dequantized().to(dtype)
+
+
+def in_words(held: Counter[str]) -> str:
+    """What coded layers became, and how many of them; "" where there were none."""
+    return ", ".join(f"{words} ({count})" for words, count in held.items())
 
 
 def _repeated(entries: Tensor, dim: int, per: int, size: int) -> Tensor:

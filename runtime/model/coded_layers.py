@@ -75,12 +75,7 @@ class CodedLayers:
         n, k = self.shapes[weight]
         held = self._held(weight)
         size = held.stop - held.start
-        layer = StoredLinear(weight, coding, (size, k) if held.dim == 0 else (n, size), parts)
-        if self.rank.size > 1 and layer.unpacked().order is not None:
-            raise ConfigError(
-                f"--tensor-parallel-size {self.rank.size}: inputs of {weight} are not in their groups' order"
-            )
-        return layer
+        return StoredLinear(weight, coding, (size, k) if held.dim == 0 else (n, size), parts)
 
     def _part(self, weight: str, axes: Axes) -> Part:
         found = stored_part(axes, self._held(weight), self.shapes[weight])

@@ -14,7 +14,7 @@ from typing import Protocol
 import torch
 from torch.nn.functional import pad
 
-from runtime.model.coded import Coded, StoredLinear
+from runtime.model.coded import Coded, StoredLinear, in_words
 from runtime.model.coding import ALL, IN, OUT, Activations, Kind
 from runtime.model.linears import Linear, Numbers, SideBySide, Weight, pack_numbers
 
@@ -53,18 +53,24 @@ class Kernel(Protocol):
     def __call__(self, coded: Coded, bias: Tensor | None) -> Linear: ...
 
 
-class Fp8:
+class _ByOutput:
     """A scale for each output; inputs by one scale, or by one for each token."""
-
-    words = "fp8 by torch"
 
     def __init__(self, coded: Coded, bias: Tensor | None) -> None:
         self.weight, self.bias, self.static = coded.codes.contiguous().t(), bias, coded.input_scale
-        self.scale = _of_outputs(coded)
+        self.scale = coded.scale.expand(len(coded.codes), 1).contiguous().t()
         self.nbytes = self.weight.nbytes + self.scale.nbytes
 
+    def input_scale(self, x: Tensor, most: float) -> Tensor:
+        """float32[T, 1]."""
+        return _scale(x, most) if self.static is None else self.static.repeat(len(x), 1)
+
+
+class Fp8(_ByOutput):
+    words = "fp8 by torch"
+
     def __call__(self, x: Tensor) -> Tensor:
-        scale = _scale(x, MOST_FP8) if self.static is None else self.static.repeat(len(x), 1)
+        scale = self.input_scale(x, MOST_FP8)
         return torch._scaled_mm(_fp8(x / scale), self.weight, scale, self.scale, bias=self.bias, out_dtype=x.dtype)
 
 
@@ -88,18 +94,11 @@ class Fp8Blocks:
         return outputs if self.bias is None else outputs + self.bias
 
 
-class Int8:
-    """A scale for each output; inputs by one scale, or by one for each token."""
-
+class Int8(_ByOutput):
     words = "int8 by torch"
 
-    def __init__(self, coded: Coded, bias: Tensor | None) -> None:
-        self.weight, self.bias, self.static = coded.codes.contiguous().t(), bias, coded.input_scale
-        self.scale = _of_outputs(coded)
-        self.nbytes = self.weight.nbytes + self.scale.nbytes
-
     def __call__(self, x: Tensor) -> Tensor:
-        scale = _scale(x, MOST_INT8) if self.static is None else self.static
+        scale = self.input_scale(x, MOST_INT8)
         codes = (x / scale).round_().clamp_(-MOST_INT8, MOST_INT8).to(torch.int8)
         sums = torch._int_mm(pad(codes, (0, 0, 0, max(0, FEWEST - len(x)))), self.weight)[: len(x)]
         outputs = (sums.float() * scale * self.scale).to(x.dtype)
@@ -189,8 +188,8 @@ class Packer:
 
     @property
     def words(self) -> str:
-        """ "" where nothing was coded. Layers of the same inputs count once."""
-        return ", ".join(f"{words} ({count})" for words, count in self.held.items())
+        """Layers of the same inputs count once."""
+        return in_words(self.held)
 
 
 def together(parts: list[Coded]) -> Coded | None:
@@ -220,11 +219,6 @@ def _alike(one: Coded, other: Coded) -> bool:
     if one.order is None or other.order is None:
         return one.order is other.order
     return torch.equal(one.order, other.order)
-
-
-def _of_outputs(coded: Coded) -> Tensor:
-    """float32[1, n]."""
-    return coded.scale.expand(len(coded.codes), 1).contiguous().t()
 
 
 def _scale(x: Tensor, most: float) -> Tensor:

@@ -1,7 +1,8 @@
 """The Llama family on the C kernels: a whole step is one call. The torch model (`llama.py`) is its reference.
 
 Weights are packed once; activations are float32, and codes where a layer's weights are, so that a step differs from the
-torch path's in bfloat16 by being more exact. Knows no slots and no plans.
+torch path's in bfloat16 by being more exact; where the machine multiplies pairs of bfloat16, a layer's inputs are
+rounded as torch rounds them. Knows no slots and no plans.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from runtime.batch import Batch
 from runtime.kernels.library import PART, Kernels, Layer, Model, Step
 from runtime.kernels.pack import Packed, Unsupported, Weight, kind_of_dtype, pack, pack_gated, pack_together
 from runtime.kv_cache import KVCache
-from runtime.model.coded import StoredLinear
+from runtime.model.coded import StoredLinear, in_words
 from runtime.model.config import ModelConfig
 from runtime.model.quantized import GROUP, Quantized, quantize
 from runtime.model.rope import Rope
@@ -61,6 +62,11 @@ class PackedLlama:
             embedding=self.embedding.data_ptr(),
             norm=self._vector(weights["model.norm.weight"]),
         )
+
+    @property
+    def words(self) -> str:
+        """How the weights are held, where they are not numbers."""
+        return f"int{self.bits}" if self.bits else in_words(self.held)
 
     @property
     def nbytes(self) -> int:
