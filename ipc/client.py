@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import zmq
 
 from ipc.endpoints import discover
-from ipc.errors import CannotConnect, InternalError, TimedOut
+from ipc.errors import CannotConnect, InternalError, SidestepError, TimedOut
 from ipc.exchange import Completion, Exchange, Pending, completion, generate_message, merged
 from ipc.messages import (
     MAX_FRAME,
@@ -94,6 +94,7 @@ class Client:
     def __init__(self, address: str | None = None, timeout: float = 600.0, connect_timeout: float = 5.0) -> None:
         self.timeout = timeout
         self._lock = threading.RLock()
+        self._ended: SidestepError | None = None  # what every further call raises
         first = Line(address or find_address())
         self._lines = [first]
         self._next = 0
@@ -113,9 +114,17 @@ class Client:
 
     def close(self) -> None:
         with self._lock:
+            self._ended = CannotConnect("the client is closed")
             for line in self._lines:
                 line.socket.close()
             self._lines = []
+
+    def give_up(self, error: SidestepError) -> None:
+        """For whoever knows that the server has ended: what is under way fails with `error`, and so do later calls."""
+        with self._lock:
+            self._ended = error
+            for line in self._lines:
+                line.exchange.fail(error)
 
     def generate(
         self, prompt: str | list[int] | None = None, *, timeout: float | None = None, **wishes: Any
@@ -211,8 +220,7 @@ class Client:
     def _line(self) -> Line:
         """The tokenizers take turns."""
         with self._lock:
-            if not self._lines:
-                raise CannotConnect("the client is closed")
+            self._check()
             self._next += 1
             return self._lines[self._next % len(self._lines)]
 
@@ -223,8 +231,13 @@ class Client:
         known = (line for line, welcome in welcomes if welcome is not None and str(welcome.index) == index)
         return next(known, None) or self._line()
 
+    def _check(self) -> None:
+        if self._ended is not None:
+            raise self._ended
+
     def _send(self, line: Line, message: FromClient) -> Pending:
         with self._lock:
+            self._check()
             pending, frame = line.exchange.begin(message)
             line.socket.send(frame)
             return pending
@@ -254,8 +267,7 @@ class Client:
                 self._pump(min(left, SLICE))
 
     def _pump(self, seconds: float) -> None:
-        if not self._lines:
-            raise CannotConnect("the client is closed")
+        self._check()
         poller = zmq.Poller()
         for line in self._lines:
             poller.register(line.socket, zmq.POLLIN)

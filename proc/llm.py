@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 
 from ipc.client import Client, Stream
+from ipc.errors import ProcessDied
 from ipc.exchange import Completion
 from ipc.messages import Logprob
 from ipc.sampling_params import SamplingParams
@@ -72,11 +73,12 @@ class LLM:
         self._server.stop()
 
     def _watch(self) -> None:
-        """Where a process dies, each request under way gets an error that says so."""
+        """Where a process dies, each request gets an error that says so: those under way, and all later ones."""
         while not self._closing.is_set():
             reason = self._server.watch(WATCH)
             if reason is not None:
                 self._server.fail(reason)
+                self.client.give_up(ProcessDied(reason))
                 return
 
     def generate(

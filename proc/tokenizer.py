@@ -102,11 +102,13 @@ class TokenizerLoop:
         """Load the vocabulary and wait for every replica. Raises `TimeoutError`."""
         settings = self.spec.settings
         self.tokenizer = load_tokenizer(settings, self.spec.folder)
+        deadline = time.monotonic() + settings.startup_timeout
         while len(self.replicas) < self.spec.num_schedulers:
-            message = self.inbox.receive(settings.startup_timeout)
-            if not isinstance(message, ReplicaReady):
+            message = self.inbox.receive(max(0.0, deadline - time.monotonic()))
+            if message is None:
                 raise TimeoutError(f"the schedulers were not ready within {settings.startup_timeout:.0f} s")
-            self.replicas.append(message)
+            if isinstance(message, ReplicaReady):  # a grammar process may say that it lives before the last one is
+                self.replicas.append(message)
         self.max_model_len = min(replica.max_model_len for replica in self.replicas)
         self.vocab_size = min(replica.vocab_size for replica in self.replicas)
         self.prompts = Prompts(self.tokenizer, self.max_model_len, self.vocab_size)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import subprocess
 import sys
 import time
@@ -39,18 +40,15 @@ def test_the_front_door_opens_late() -> None:
 
 
 def test_importing_the_client_takes_at_most_150_ms() -> None:
-    """Best of five beyond the interpreter's own start; on a slow machine at most four times that start."""
-
-    def best(code: str) -> float:
-        times = []
-        for _ in range(5):
+    """Best of seven beyond the interpreter's own start; on a slow machine at most twice what its libraries take."""
+    bare, libraries, ours = "pass", "import zmq, msgspec", "import ipc, ipc.client"
+    best = dict.fromkeys((bare, libraries, ours), math.inf)
+    for _ in range(7):
+        for code in best:
             began = time.perf_counter()
             python(code)
-            times.append(time.perf_counter() - began)
-        return min(times)
-
-    start = best("pass")
-    assert best("import ipc, ipc.client") - start <= max(0.150, 4 * start)
+            best[code] = min(best[code], time.perf_counter() - began)
+    assert best[ours] - best[bare] <= max(0.150, 2 * (best[libraries] - best[bare]))
 
 
 def test_help_is_quick() -> None:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import time
+
 import pytest
 
-from ipc.errors import InvalidRequest
+from ipc.errors import InvalidRequest, ProcessDied
 from ipc.sampling_params import SamplingParams
 from proc.llm import LLM
 from proc.settings import UsageError
@@ -33,3 +37,17 @@ def test_answers_in_order_with_params_each() -> None:
 def test_unknown_settings_are_named() -> None:
     with pytest.raises(UsageError, match="did you mean max_model_len"):
         LLM(device="sim", max_model_length=3)
+
+
+@pytest.mark.parametrize("role", ["tokenizer", "worker"])
+def test_after_a_process_has_died_every_request_says_so(role: str) -> None:
+    """Also one that is sent when all have ended, where nobody is left to answer."""
+    with LLM(device="sim") as llm:
+        process = next(p for p in llm._server.processes if p.roles[0].name == role)
+        os.kill(process.popen.pid, signal.SIGKILL)
+        began = time.monotonic()
+        for _ in range(2):
+            with pytest.raises(ProcessDied, match=f"{role}-0 died .signal 9"):
+                while True:  # it takes a moment to be seen
+                    llm.generate("x", SamplingParams(max_tokens=1), use_tqdm=False)
+        assert time.monotonic() - began < 8

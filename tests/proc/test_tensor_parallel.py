@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -152,15 +153,16 @@ def test_a_dead_rank_ends_its_replica_with_the_cause(oracle: Oracle) -> None:
 
 
 def test_a_rank_that_fails_is_the_cause_and_not_those_that_wait_for_it(oracle: Oracle) -> None:
-    with LLM(str(oracle[0]), tensor_parallel_size=2, **ROOMY) as llm:
-        wrong: Sender[StepPlan] = Sender(address(str(llm._server._run_dir), "worker", 1, "plans"))
+    with (
+        LLM(str(oracle[0]), tensor_parallel_size=2, **ROOMY) as llm,
+        closing(Sender[StepPlan](address(str(llm._server._run_dir), "worker", 1, "plans"))) as wrong,
+    ):
         next(iter(llm.client.stream("x", max_tokens=90, ignore_eos=True)))
         wrong.send(StepPlan(9, 0, b""))
         with pytest.raises(errors.ProcessDied, match="worker-1 failed: plan of epoch 9"):
             while True:  # the plan takes its time, and a request may end before it arrives
                 for _ in llm.client.stream("x", max_tokens=90, ignore_eos=True):
                     pass
-        wrong.close()
 
 
 def test_a_rank_that_hangs_does_not_hang_the_end(oracle: Oracle) -> None:

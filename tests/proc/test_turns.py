@@ -1,10 +1,18 @@
-"""A tokenizer's turn is bounded in number and in time, so that a burst of requests holds up nobody's word."""
+"""A tokenizer starts with its last replica; its turn is bounded, so that a burst of requests holds up nobody's word."""
 
 from __future__ import annotations
 
+from contextlib import closing
+from pathlib import Path
+
 import pytest
 
+from ipc.endpoints import address
+from ipc.internal import Alive, ReplicaReady
+from ipc.sockets import Sender
 from proc import tokenizer
+from proc.role import ProcessSpec, Role
+from proc.settings import Settings
 from proc.tokenizer import LONGEST_TURN, TURN, TokenizerLoop
 
 
@@ -36,3 +44,20 @@ def test_a_burst_is_taken_in_turns(monkeypatch: pytest.MonkeyPatch, seconds: flo
     monkeypatch.setattr(tokenizer, "time", clock)
     loop.take_requests(clock.now + LONGEST_TURN)
     assert len(answered) == taken
+
+
+def test_a_grammar_process_may_say_that_it_lives_before_all_replicas_are_there(tmp_path: Path) -> None:
+    settings = Settings(device="sim", startup_timeout=1.0)
+    spec = ProcessSpec([Role("tokenizer", 0)], settings, str(tmp_path), "", [1, 2], [], 1, -1)
+    words = [ReplicaReady(0, 64, 256, 9, 16, "sim"), Alive(0), Alive(0), ReplicaReady(1, 48, 256, 9, 16, "sim")]
+    with (
+        closing(TokenizerLoop(spec, 0)) as loop,
+        closing(Sender[ReplicaReady | Alive](address(str(tmp_path), "tokenizer", 0, "in"))) as sender,
+    ):
+        for word in words[:3]:
+            sender.send(word)
+        with pytest.raises(TimeoutError, match="not ready within 1 s"):
+            loop.start()
+        sender.send(words[3])
+        loop.start()
+        assert loop.max_model_len == 48
