@@ -11,9 +11,14 @@ from proc.supervisor import Supervisor
 TICK = os.sysconf("SC_CLK_TCK")
 
 
+def of(pid: int) -> float:
+    """Seconds of a process so far."""
+    return _seconds(Path("/proc") / str(pid))
+
+
 def by_process(server: Supervisor) -> list[float]:
-    """Seconds of each process so far."""
-    return [_seconds(Path("/proc") / str(process.popen.pid)) for process in server.processes]
+    """Of each process."""
+    return [of(process.popen.pid) for process in server.processes]
 
 
 def by_role(server: Supervisor) -> dict[str, float]:

@@ -1,7 +1,8 @@
 """`sidestep bench http`: what a streamed token costs the http process, with a load client on raw sockets.
 
 Many streams at once on a simulated device with steps of a set length; CPU time of each role from /proc. A first run
-asks the same of the public socket, so that the device's idle share can be compared.
+asks the same of the public socket, so that the device's idle share can be compared. A last one streams made events
+from a bare application on the same web server: what is beyond that is ours, on whatever machine.
 """
 
 from __future__ import annotations
@@ -10,11 +11,13 @@ import argparse
 import json
 import selectors
 import socket
+import subprocess
+import sys
 import tempfile
 import time
 from typing import Any
 
-from bench.cpu_time import by_role
+from bench.cpu_time import by_role, of
 from bench.front_end import ask_all
 from bench.overlap_workloads import Ask
 from ipc.client import Client
@@ -45,8 +48,26 @@ def main(given: argparse.Namespace) -> int:
                 f"{way:<6}{one['output_throughput']:>10.0f}{100 * one['idle_with_work_fraction']:>8.2f}"
                 f"{one['mean_ttft_ms']:>9.1f}{one['http_us_per_token']:>15.1f}{one['tokenizer_us_per_token']:>20.1f}"
             )
-    print(json.dumps(figures))
+    bare = _bare(given)
+    ratio = figures["http"]["http_us_per_token"] / bare if bare else None  # too short a run for the clock
+    if ratio is not None and not given.json:
+        print(f"a bare application on the same web server: {bare:.1f} µs/token, ours over it {ratio:.2f}")
+    print(json.dumps(figures | {"bare_us_per_token": bare, "http_over_bare": ratio}))
     return 0
+
+
+def _bare(given: argparse.Namespace) -> float:
+    """µs of a process that only sends, for each event."""
+    command = [sys.executable, "-m", "bench.bare_asgi", str(given.tokens), str(given.step_ms)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdin is not None and process.stdout is not None
+        port = int(process.stdout.readline())
+        before = of(process.pid)
+        _load("127.0.0.1", port, given)
+        seconds = of(process.pid) - before
+        process.stdin.close()
+    tokens: int = given.streams * given.tokens
+    return 1e6 * seconds / tokens
 
 
 def _run(given: argparse.Namespace, way: str) -> dict[str, float]:
@@ -82,8 +103,13 @@ def _over_zmq(server: Supervisor, given: argparse.Namespace) -> list[float]:
 
 def _over_http(server: Supervisor, given: argparse.Namespace) -> list[float]:
     host, port = server.url.partition("//")[2].split(":")
+    return _load(host, int(port), given)
+
+
+def _load(host: str, port: int, given: argparse.Namespace) -> list[float]:
+    """All streams, read to their ends; the seconds until the first event of each."""
     selector = selectors.DefaultSelector()
-    lines = [_ask(host, int(port), number, given.tokens) for number in range(given.streams)]
+    lines = [_ask(host, port, number, given.tokens) for number in range(given.streams)]
     for line in lines:
         selector.register(line["socket"], selectors.EVENT_READ, line)
     while selector.get_map():

@@ -97,15 +97,12 @@ class GrammarLoop:
                 tokenizer.send(Alive(self.index))
 
     def order(self, order: MaskOrder) -> None:
-        """Write the masks of a step and tell the workers. Without live grammars it is told that there are none."""
+        """Write the masks of a step and tell the workers."""
         rows, offsets, ids = (np.frombuffer(part, ID_DTYPE) for part in (order.rows, order.offsets, order.ids))
-        requests = np.frombuffer(order.requests, "<u8").tolist()
-        entries: list[int] = []
-        if len(rows):
-            bits = self.ring.entry(order.step)
-            entries, wrong = self.matchers.masks(requests, offsets.tolist(), ids.tolist(), bits)
-            for request, words in wrong.items():
-                self.fail(request, words)
+        requests, bits = np.frombuffer(order.requests, "<u8").tolist(), self.ring.entry(order.step)
+        entries, wrong = self.matchers.masks(requests, offsets.tolist(), ids.tolist(), bits)
+        for request, words in wrong.items():
+            self.fail(request, words)
         chosen = rows[entries].tobytes()
         half = SampleHalf(order.epoch, order.step, chosen, order.ordered, time.monotonic_ns())
         for worker in self.workers:

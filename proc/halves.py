@@ -40,9 +40,9 @@ class Halves:
         return self
 
     def wait(self, step: int) -> MaskSet:
-        """Raises `TimeoutError`, and `Stopped` where the role is told to stop meanwhile."""
+        """Of the step, those that come first. Raises `TimeoutError`, and `Stopped` where the role is told to stop."""
         deadline = time.monotonic() + LONGEST
-        while (half := self.inbox.receive(SLICE)) is None:
+        while (half := self.inbox.receive(SLICE)) is None or half.step < step:  # what came second is dropped here
             if self.closed or self.given_up() or (self.control is not None and self.control.stopped.is_set()):
                 raise Stopped
             if time.monotonic() > deadline:

@@ -38,7 +38,7 @@ from runtime.limits import Limits
 from runtime.request import AdmissionError, Request
 from runtime.sampling import Sampling
 from runtime.scheduler import Scheduler
-from runtime.step import MaskOrder, StepPlan, StepResult
+from runtime.step import MaskOrder, SampleHalf, StepPlan, StepResult
 
 log = logging.getLogger(__name__)
 N = TypeVar("N", int, float)
@@ -69,6 +69,9 @@ class SchedulerLoop:
         )
         self.plans: list[Sender[StepPlan]] = [
             Sender(address(spec.run_dir, "worker", n, "plans")) for n in spec.workers(index)
+        ]
+        self.halves: list[Sender[SampleHalf]] = [
+            Sender(address(spec.run_dir, "worker", n, "halves")) for n in spec.workers(index)
         ]
         self.grammar: Sender[MaskOrder | ReplicaReady] = Sender(address(spec.run_dir, "grammar", index, "in"))
         self.tokenizers: list[Sender[ToTokenizer]] = [
@@ -162,8 +165,11 @@ class SchedulerLoop:
     def order_masks(self) -> None:
         """Have the masks of the oldest step computed while its forward pass runs, as soon as its ids are known."""
         order = self.engine.in_flight.order_masks(time.monotonic_ns())
-        if order is not None:
+        if isinstance(order, MaskOrder):
             self.grammar.send(order)
+        elif order is not None:
+            for worker in self.halves:
+                worker.send(order)
 
     def take_requests(self) -> None:
         """What has arrived, up to a number: the next plan must not wait for a burst."""
@@ -299,8 +305,9 @@ class SchedulerLoop:
         if isinstance(self.table, DeviceReader):
             self.table.close()
         self.grammar.close()
-        for sender in self.plans:
-            sender.close()
+        for plans, halves in zip(self.plans, self.halves, strict=True):
+            plans.close()
+            halves.close()
         for tokenizer in self.tokenizers:
             tokenizer.close()
 

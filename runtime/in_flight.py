@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from runtime.request import Finish
 from runtime.slots import Slots, SlotState
-from runtime.step import ID_DTYPE, Logprobs, MaskOrder, SlotAdmission
+from runtime.step import ID_DTYPE, Logprobs, MaskOrder, SampleHalf, SlotAdmission
 
 I32 = NDArray[np.int32]
 
@@ -60,6 +60,7 @@ class StepsInFlight:
         self.num_committed = 0  # tokens
         self.num_overshoot = 0  # rows computed for requests that had ended
         self._masks_ordered = -1  # the last step whose masks have been ordered
+        self._masks_spared = -1  # the last that was told to have none
 
     def __len__(self) -> int:
         return len(self.records)
@@ -76,19 +77,24 @@ class StepsInFlight:
         slot = admission.slot
         return int(self.slots.request[slot]), int(self.slots.source[slot]), admission.start
 
-    def order_masks(self, now: int) -> MaskOrder | None:
+    def order_masks(self, now: int) -> MaskOrder | SampleHalf | None:
         """For the oldest step, once: what its masks depend on is known now. `now` in nanoseconds.
 
-        None where no row of it needs one. Rows whose request has ended get none; the order is due all the same, since
-        the worker waits for its answer.
+        None where no row of it needs one. Rows whose request has ended get none. Once all have, also while their masks
+        are made, the step's second half is there: without any, so that nobody waits for who makes masks.
         """
-        if not self.records or self.records[0].step <= self._masks_ordered:
+        if not self.records or not len(self.records[0].constrained):
             return None
         record, field = self.records[0], self.slots
-        self._masks_ordered = record.step
-        if not len(record.constrained):
+        if record.step <= self._masks_spared:
             return None
         live = self._live(record.slots[record.constrained])
+        if not live.any():
+            self._masks_spared = record.step
+            return SampleHalf(self.epoch, record.step, b"", now, now)
+        if record.step <= self._masks_ordered:
+            return None
+        self._masks_ordered = record.step
         rows = record.constrained[live]
         slots = record.slots[rows]
         offsets = field.committed[slots] - field.num_prompt[slots] - 1

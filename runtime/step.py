@@ -56,7 +56,10 @@ class MaskOrder(msgspec.Struct, frozen=True, array_like=True, tag=True, gc=False
 
 
 class SampleHalf(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """A plan's second half: the masks of its constrained rows stand in the ring. One for each plan that is `masked`."""
+    """A plan's second half: the masks of its constrained rows stand in the ring. Due for each plan that is `masked`.
+
+    A second one comes where its rows ended while their masks were made. The first counts.
+    """
 
     epoch: int
     step: int

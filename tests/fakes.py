@@ -136,8 +136,10 @@ class Engine:
 
     def _order(self) -> None:
         order = self.scheduler.in_flight.order_masks(0)
-        if order is not None:
+        if isinstance(order, MaskOrder):
             self.orders.append(order)
+        elif order is not None:
+            self.grammar.ready[order.step] = MaskSet(np.zeros(0, np.int64), np.zeros((0, 1), np.uint32), 0, 0, 0)
 
     def _commit(self, result: StepResult) -> None:
         record = self.scheduler.in_flight.records[0]

@@ -18,6 +18,8 @@ import openai
 import pytest
 
 from ipc.client import Client
+from ipc.errors import ProcessDied
+from ipc.sampling_params import StructuredOutputs
 from proc.settings import UsageError, settings_from
 from proc.supervisor import Supervisor
 from tests.proc.http.conftest import Start, ask, connection
@@ -396,8 +398,15 @@ def test_a_grammar_process_that_has_stopped_is_noticed_and_not_waited_for(start:
     server = start()
     grammar = next(int(pid) for role, pid, *_ in server.table() if role == "grammar-0")
     wish = {"prompt": "x", "max_tokens": 9, "structured_outputs": {"choice": ["yes", "no"]}}
+    client = Client(server.addresses[0])
+    bound = client.stream("x", max_tokens=3000, structured_outputs=StructuredOutputs(regex="[ab]{3000}"))
+    free = client.stream("x", max_tokens=3000, ignore_eos=True)
+    next(iter(bound)), next(iter(free))
     os.kill(grammar, signal.SIGSTOP)
     try:
+        with pytest.raises(ProcessDied, match="grammar-0, does not answer"):
+            list(bound)
+        assert sum(len(chunk.ids) for chunk in free) > 1000  # it shared a step with one that waited for masks
         given_up = ask(server, "/v1/completions", wish)
         assert given_up.status == 503 and "grammar-0, does not answer" in given_up.json["error"]["message"]
         assert "a grammar process has said nothing" in ask(server, "/health").json["error"]["message"]
@@ -406,6 +415,7 @@ def test_a_grammar_process_that_has_stopped_is_noticed_and_not_waited_for(start:
         os.kill(grammar, signal.SIGCONT)
     assert becomes(server, 200)
     assert ask(server, "/v1/completions", wish).json["choices"][0]["text"] in ("yes", "no")
+    client.close()
 
 
 def becomes(server: Supervisor, status: int) -> bool:
