@@ -94,7 +94,7 @@ def test_a_feature_gives_the_same_in_every_layout(kind: type[Engine], name: str)
     assert_same(kind, (name,), LAYOUTS)
 
 
-@settings(max_examples=40, deadline=None, derandomize=True)
+@settings(max_examples=20, deadline=None, derandomize=True)
 @given(st.sampled_from(list(itertools.combinations(NAMES, 2))), st.sampled_from(LAYOUTS))
 def test_pairs_of_features_give_the_same_in_every_layout(
     pair: tuple[str, str], layout: tuple[int, bool, int, int, bool]
