@@ -8,7 +8,7 @@ enum { ROWS_CODED = 4, TILES_CODED = 1 };
 #else
 enum { ROWS_CODED = 1, TILES_CODED = 1 };
 #endif
-enum { AHEAD_CODED = 2048 }; /* bytes that one row alone asks for early */
+enum { AHEAD_CODED = 2048 }; /* bytes that are asked for early */
 
 /* Scales and offsets of a group come before its lines. */
 INLINE int NAME(is_coded)(int kind) { return kind == KIND_INT8 || kind == KIND_INT4; }
@@ -127,8 +127,7 @@ INLINE void NAME(coded_pass)(int kind, int rows, int tiles, const int8_t *x, int
         const char *line = w + NAME(header_bytes)(kind);
 #pragma GCC unroll 8
         for (int l = 0; l < lines; l++, line += TILE * 4) {
-            if (rows == 1)
-                for (int t = 0; t < tiles; t++) __builtin_prefetch(line + t * step + AHEAD_CODED);
+            for (int t = 0; t < tiles; t++) __builtin_prefetch(line + t * step + AHEAD_CODED, 0, 2);
 #pragma GCC unroll 2
             for (int part = 0; part < parts; part++) {
                 vu codes[WIDE];

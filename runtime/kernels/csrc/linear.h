@@ -2,8 +2,9 @@
  * thought is the memory of the weights, which are read once for all rows of a block of up to ROW_BLOCK. */
 enum { VECTORS = TILE / VL, ROW_BLOCK = 192, K_BLOCK = 2048 };
 enum { LINEAR_ROOM = ROW_BLOCK * 2 * TILE }; /* floats of a thread */
-/* Few rows wait for the memory of the weights, which is asked for AHEAD bytes early (measured: bench/LOG.md). */
-enum { FEW_ROWS = 6, AHEAD = 1024 };
+/* Few rows wait for the memory of the weights, which is asked for AHEAD bytes early, into the second cache: more can be
+ * on its way there (measured: bench/LOG.md). */
+enum { AHEAD = 2048 };
 /* Rows that one pass over the weights takes, with both tiles of a pair and with one: what the registers hold. */
 #if VL == 16
 enum { ROWS_PAIR = 12, ROWS_ONE = 0 };
@@ -88,8 +89,7 @@ INLINE void NAME(pass)(int kind, int rows, int tiles, const float *x, int64_t ld
 #pragma GCC unroll 8
         for (int c = 0; c < columns; c++) acc[r][c] = fresh ? splat(0.0f) : load(out + r * ldo + c * VL);
     for (int i = 0; i < k; i += inputs, w += TILE * 4) {
-        if (rows <= FEW_ROWS)
-            for (int t = 0; t < tiles; t++) __builtin_prefetch(w + t * step + AHEAD);
+        for (int t = 0; t < tiles; t++) __builtin_prefetch(w + t * step + AHEAD, 0, 2);
 #pragma GCC unroll 8
         for (int c = 0; c < columns; c++) lanes[c] = *(const vuu *)(w + c / VECTORS * step + c % VECTORS * VL * 4);
         if (kind == KIND_PAIRS) {
