@@ -1,14 +1,16 @@
 /* Attention of chunks: a block of queries with a block of keys at a time, as two small matrix products. Weights are
  * powers of two, told against a reference that follows the largest score at a distance of up to SLACK, so that what
  * was gathered is seldom rescaled. Keys are cut at multiples of CHUNK_KEYS, wherever a chunk or its window begins. */
-enum { CHUNK_KEYS = 4 * TILE, MOST_ROWS = 384, LEAST_ROWS = 48, SLACK = 8 };
+enum { CHUNK_KEYS = 4 * TILE, MOST_ROWS = 384, LEAST_ROWS = 48 };
 
 /* What a task works with. A row is a query of one head; those of a position follow one another. */
 typedef struct {
     int row, kv_head, position, rows; /* of the step; of the first query; queries times heads */
-    int width;                        /* columns of `out`: pairs of tiles */
-    float *query, *scores, *out;      /* [rows][dim], scaled; [rows][CHUNK_KEYS]; [rows][width] */
-    float *keys, *values;             /* tiles: [CHUNK_KEYS / TILE][dim][TILE], [width / TILE][CHUNK_KEYS][TILE] */
+    int kind, each;                   /* what keys and values are as weights; how many a line of a tile holds */
+    int lines, width;                 /* of dim; columns of `out`: pairs of tiles */
+    float scale;                      /* of scores in powers of two */
+    float *query, *scores, *out;      /* [rows][dim]; [rows][CHUNK_KEYS]; [rows][width]; pairs in a row's first half */
+    float *keys, *values;             /* tiles: [CHUNK_KEYS / TILE][lines][TILE], [width / TILE][CHUNK_KEYS / each][TILE] */
     float *most, *total;              /* [rows] references of the weights; [rows][VL] sums of the weights */
 } NAME(Chunk);
 #define Chunk NAME(Chunk)
@@ -34,20 +36,60 @@ INLINE void NAME(pack_value)(const void *cells, int kind, int64_t at, int dim, f
     for (; d < dim; d++) tiles[d / TILE * CHUNK_KEYS * TILE + d % TILE] = NAME(scalar)(cells, kind, at + d);
 }
 
-/* `count` keys and values from `begin` on. The last key is repeated up to a whole pair of tiles, seen by nobody. */
-INLINE void NAME(pack_block)(const Attention *a, const Chunk *c, int kind, int begin, int count) {
+/* The same of pairs of numbers in bfloat16, as a lane each: of a key, or of two values that follow one another. */
+INLINE void NAME(pack_key_pairs)(const uint16_t *cells, const int64_t *at, int dim, float *tile) {
+    vf lanes[VL];
+    int d = 0;
+    for (; d + 2 * VL <= dim; d += 2 * VL) {
+#pragma GCC unroll 16
+        for (int j = 0; j < VL; j++) lanes[j] = load((const float *)(cells + at[j] + d));
+        transpose(lanes);
+#pragma GCC unroll 16
+        for (int i = 0; i < VL; i++) store(tile + (d / 2 + i) * TILE, lanes[i]);
+    }
+    for (; d < dim; d += 2)
+        for (int j = 0; j < VL; j++) {
+            uint16_t two[2] = {cells[at[j] + d], d + 1 < dim ? cells[at[j] + d + 1] : 0};
+            memcpy(tile + d / 2 * TILE + j, two, sizeof two);
+        }
+}
+
+INLINE void NAME(pack_value_pair)(const uint16_t *one, const uint16_t *other, int dim, float *tiles) {
+    int d = 0;
+    for (; d + VL <= dim; d += VL) {
+        vu lanes = widened(*(const vhu *)(one + d)) | widened(*(const vhu *)(other + d)) << 16;
+        store(tiles + d / TILE * (CHUNK_KEYS / 2) * TILE + d % TILE, (vf)lanes);
+    }
+    for (; d < dim; d++) {
+        uint16_t two[2] = {one[d], other[d]};
+        memcpy(tiles + d / TILE * (CHUNK_KEYS / 2) * TILE + d % TILE, two, sizeof two);
+    }
+}
+
+/* `count` keys and values from `begin` on. The last is repeated up to a whole pair of tiles, seen by nobody. */
+INLINE void NAME(pack_block)(const Attention *a, const Chunk *c, int met, int begin, int count) {
     int64_t at[CHUNK_KEYS];
     int dim = a->model->head_dim, padded = (count + 2 * TILE - 1) / (2 * TILE) * 2 * TILE;
     NAME(find_block)(a, c->row, c->kv_head, begin, count, at);
     for (int j = count; j < padded; j++) at[j] = at[count - 1];
-    for (int j = 0; j < padded; j += VL)
-        NAME(pack_keys)(a->keys, kind, at + j, dim, c->keys + j / TILE * dim * TILE + j % TILE);
-    for (int j = 0; j < count; j++) NAME(pack_value)(a->values, kind, at[j], dim, c->values + j * TILE);
+    for (int j = 0; j < padded; j += VL) {
+        float *tile = c->keys + j / TILE * c->lines * TILE + j % TILE;
+        if (met == KIND_PAIRS)
+            NAME(pack_key_pairs)(a->keys, at + j, dim, tile);
+        else
+            NAME(pack_keys)(a->keys, met, at + j, dim, tile);
+    }
+    const uint16_t *values = a->values;
+    for (int j = 0; j < count; j += c->each)
+        if (met == KIND_PAIRS)
+            NAME(pack_value_pair)(values + at[j], values + at[j + 1], dim, c->values + j / 2 * TILE);
+        else
+            NAME(pack_value)(a->values, met, at[j], dim, c->values + j * TILE);
 }
 
 static void NAME(pack_kind)(const Attention *a, const Chunk *c, int begin, int count) {
     if (a->model->kv_kind == KIND_BF16)
-        NAME(pack_block)(a, c, KIND_BF16, begin, count);
+        NAME(pack_block)(a, c, NAME(met_as)(KIND_BF16), begin, count);
     else
         NAME(pack_block)(a, c, KIND_F32, begin, count);
 }
@@ -75,12 +117,17 @@ INLINE float NAME(largest_of)(const float *scores, int size) {
 }
 
 /* The first `size` scores of a row become weights against `most`; returns their sums. */
-INLINE vf NAME(soften)(float *p, int size, int whole, float most) {
+INLINE vf NAME(soften)(const Chunk *c, float *p, int size, int whole, float most) {
     vf total = splat(0.0f);
     for (int j = 0; j < size; j += VL) {
-        vf score = load(p + j), weight = exp2v(score - most);
+        vf score = load(p + j), weight = exp2v(score * c->scale - most);
         if (!whole) weight = choose(score == -INFINITY, splat(0.0f), weight);
-        store(p + j, weight);
+        if (c->each == 2) {
+            vh rounded = to_bf16(weight);
+            memcpy((uint16_t *)p + j, &rounded, sizeof rounded), weight = from_bf16(rounded);
+        } else {
+            store(p + j, weight);
+        }
         total += weight;
     }
     return total;
@@ -90,11 +137,11 @@ INLINE vf NAME(soften)(float *p, int size, int whole, float most) {
  * come first, as a row's weights wait for its own. */
 INLINE void NAME(soften_rows)(const Chunk *c, int from, int to, int size, int whole) {
     for (int r = from; r < to; r++) {
-        float here = NAME(largest_of)(c->scores + r * CHUNK_KEYS, size);
+        float here = NAME(largest_of)(c->scores + r * CHUNK_KEYS, size) * c->scale;
         if (here > c->most[r] + SLACK) NAME(refer)(c, r, here);
     }
     for (int r = from; r < to; r++) {
-        vf total = NAME(soften)(c->scores + r * CHUNK_KEYS, size, whole, c->most[r]);
+        vf total = NAME(soften)(c, c->scores + r * CHUNK_KEYS, size, whole, c->most[r]);
         store(c->total + r * VL, load(c->total + r * VL) + total);
     }
 }
@@ -104,8 +151,8 @@ static void NAME(score_rows)(const Attention *a, const Chunk *c, int from, int t
     int dim = a->model->head_dim, group = a->model->heads / a->model->kv_heads, size = (count + VL - 1) / VL * VL;
     float *scores = c->scores + from * CHUNK_KEYS;
     for (int j = 0; j < count; j += 2 * TILE)
-        multiply(KIND_F32, to - from, c->query + (int64_t)from * dim, dim, (const char *)(c->keys + j * dim),
-                 (int64_t)dim * TILE * 4, dim, scores + j, CHUNK_KEYS, 1);
+        multiply(c->kind, to - from, c->query + (int64_t)from * dim, dim, (const char *)(c->keys + j * c->lines),
+                 (int64_t)c->lines * TILE * 4, c->lines * c->each, scores + j, CHUNK_KEYS, 1);
     if (NAME(first_key)(a, c->position + (to - 1) / group) <= begin && c->position + from / group + 1 - begin >= size) {
         NAME(soften_rows)(c, from, to, size, 1);
         return;
@@ -120,9 +167,9 @@ static void NAME(score_rows)(const Attention *a, const Chunk *c, int from, int t
 /* Rows from..to - 1 gather the first `count` values by their weights. */
 static void NAME(weigh_rows)(const Chunk *c, int from, int to, int count) {
     for (int d = 0; d < c->width; d += 2 * TILE)
-        multiply(KIND_F32, to - from, c->scores + from * CHUNK_KEYS, CHUNK_KEYS,
-                 (const char *)(c->values + d * CHUNK_KEYS), CHUNK_KEYS * TILE * 4, count,
-                 c->out + (int64_t)from * c->width + d, c->width, 0);
+        multiply(c->kind, to - from, c->scores + from * CHUNK_KEYS, CHUNK_KEYS,
+                 (const char *)(c->values + d * CHUNK_KEYS / c->each), CHUNK_KEYS / c->each * TILE * 4,
+                 (count + c->each - 1) / c->each * c->each, c->out + (int64_t)from * c->width + d, c->width, 0);
 }
 
 /* A block of keys with the rows that see any of it, as many at a time as the registers hold, up to the last key that
@@ -147,6 +194,8 @@ static void NAME(chunk_block)(const Attention *a, const Chunk *c, int begin, int
 /* Where everything lies in a thread's scratch; returns the number of floats. */
 static int64_t NAME(chunk_room)(const Model *m, int rows, float *at, Chunk *c) {
     int width = (m->head_dim + 2 * TILE - 1) / (2 * TILE) * 2 * TILE;
+    c->kind = NAME(met_as)(m->kv_kind) == KIND_PAIRS ? KIND_BF16 : KIND_F32, c->each = c->kind == KIND_BF16 ? 2 : 1;
+    c->lines = (m->head_dim + c->each - 1) / c->each;
     float **where[] = {&c->keys, &c->values, &c->scores, &c->out, &c->query, &c->total, &c->most};
     int64_t sizes[] = {CHUNK_KEYS * m->head_dim, CHUNK_KEYS * width, rows * CHUNK_KEYS, rows * width,
                        rows * m->head_dim, rows * VL, rows}, all = 0;
@@ -158,10 +207,14 @@ static int64_t NAME(chunk_room)(const Model *m, int rows, float *at, Chunk *c) {
 static void NAME(begin_rows)(const Attention *a, const Chunk *c, int token) {
     const Model *m = a->model;
     int dim = m->head_dim, group = m->heads / m->kv_heads;
-    float scale = a->scale * 1.44269504f; /* of scores in powers of two */
+    memset(c->query, 0, (size_t)c->rows * dim * sizeof(float));
     for (int r = 0; r < c->rows; r++) {
         const float *from = a->qkv + (token + r / group) * a->ld + (int64_t)(c->kv_head * group + r % group) * dim;
-        for (int d = 0; d < dim; d++) c->query[(int64_t)r * dim + d] = from[d] * scale;
+        float *query = c->query + (int64_t)r * dim;
+        if (c->each == 2)
+            NAME(pair_row)(from, dim, (uint16_t *)query);
+        else
+            memcpy(query, from, (size_t)dim * sizeof(float));
         c->most[r] = -INFINITY;
     }
     memset(c->total, 0, (size_t)c->rows * VL * sizeof(float));
@@ -181,7 +234,7 @@ static void NAME(end_rows)(const Attention *a, const Chunk *c, int token) {
 
 /* `count` queries of a chunk row from token `token`, at `position`, with one KV head. */
 static void NAME(chunk_task)(const Attention *a, int row, int head, int token, int position, int count, float *mine) {
-    Chunk c = {.row = row, .kv_head = head, .position = position};
+    Chunk c = {.row = row, .kv_head = head, .position = position, .scale = a->scale * 1.44269504f};
     int last = position + count;
     NAME(chunk_room)(a->model, count * (a->model->heads / a->model->kv_heads), mine, &c);
     NAME(begin_rows)(a, &c, token);

@@ -10,8 +10,9 @@ static inline int64_t NAME(up)(int64_t bytes) { return (bytes + 63) / 64 * 64; }
 
 /* Where everything lies in the scratch; with `base` NULL only the size counts, which is returned. */
 static int64_t NAME(furnish)(NAME(Room) *room, char *base, const Model *m, int64_t tokens, int64_t rows, int parts) {
-    int64_t at = 0, most = LINEAR_ROOM, chunk = NAME(chunk_floats)(m);
-    room->each = NAME(up)((most > chunk ? most : chunk) * 4);
+    int64_t at = 0, most = LINEAR_ROOM, chunk = NAME(chunk_floats)(m), decode = NAME(decode_floats)(m);
+    if (most < chunk) most = chunk;
+    room->each = NAME(up)((most > decode ? most : decode) * 4);
     float **where[] = {&room->x, &room->normed, &room->qkv, &room->attended, &room->gated, &room->parts};
     int64_t qkv = m->layers ? m->layer[0].qkv.n : 0;
     int64_t floats[] = {tokens * m->hidden, tokens * m->hidden, tokens * qkv, tokens * m->heads * m->head_dim,
