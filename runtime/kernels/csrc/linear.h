@@ -3,7 +3,7 @@
 enum { VECTORS = TILE / VL, ROW_BLOCK = 192, K_BLOCK = 2048 };
 enum { LINEAR_ROOM = ROW_BLOCK * 2 * TILE }; /* floats of a thread */
 /* Few rows wait for the memory of the weights, which is asked for AHEAD bytes early, into the second cache: more can be
- * on its way there (measured: bench/LOG.md). */
+ * on its way there. Where a pass takes one tile of a pair, half as early into the first (measured: bench/LOG.md). */
 enum { AHEAD = 2048 };
 /* Rows that one pass over the weights takes, with both tiles of a pair and with one: what the registers hold. */
 #if VL == 16
@@ -89,7 +89,11 @@ INLINE void NAME(pass)(int kind, int rows, int tiles, const float *x, int64_t ld
 #pragma GCC unroll 8
         for (int c = 0; c < columns; c++) acc[r][c] = fresh ? splat(0.0f) : load(out + r * ldo + c * VL);
     for (int i = 0; i < k; i += inputs, w += TILE * 4) {
-        for (int t = 0; t < tiles; t++) __builtin_prefetch(w + t * step + AHEAD, 0, 2);
+        for (int t = 0; t < tiles; t++)
+            if (rows <= ROWS_PAIR)
+                __builtin_prefetch(w + t * step + AHEAD, 0, 2);
+            else
+                __builtin_prefetch(w + t * step + AHEAD / 2);
 #pragma GCC unroll 8
         for (int c = 0; c < columns; c++) lanes[c] = *(const vuu *)(w + c / VECTORS * step + c % VECTORS * VL * 4);
         if (kind == KIND_PAIRS) {
