@@ -1,7 +1,9 @@
 /* Attention over paged keys and values. Softmax is taken online, block of keys by block of keys (Milakov and
  * Gimelshein 2018; FlashAttention, Dao et al. 2022). A decode row's keys are cut into parts of PART, whatever the
- * number of threads, which are joined in order (Flash-Decoding, Dao et al. 2023). */
-enum { MANY_TASKS = 4 }; /* of a thread */
+ * number of threads, which are joined in order (Flash-Decoding, Dao et al. 2023). Weights are powers of two, told
+ * against a reference that follows the largest score at a distance of up to SLACK, so that what was gathered is seldom
+ * rescaled. Where there are products of pairs, keys and values in bfloat16 meet queries and weights that are rounded. */
+enum { SLACK = 8, MANY_TASKS = 4 }; /* MANY_TASKS: of a thread */
 
 typedef struct {
     const Model *model;
@@ -13,7 +15,7 @@ typedef struct {
     float *parts;     /* of decode rows: [row, kv head, part][group][head_dim + 2] */
     int most_parts, blocks, queries; /* parts of the longest decode row; blocks of `queries` of all chunk rows */
     int task_heads; /* KV heads of a decode task: all, side by side in memory, unless that leaves threads without work */
-    float scale;
+    float scale;      /* of scores in powers of two */
 } NAME(Attention);
 #define Attention NAME(Attention)
 
@@ -32,13 +34,32 @@ INLINE void NAME(find_block)(const Attention *a, int row, int head, int begin, i
             at[j++] = (cell + offset) * each + head * m->head_dim;
 }
 
+/* Another reference than `most`: what a query has gathered is rescaled. */
+INLINE void NAME(refer)(float *most, float here, float *total, float *out, int width) {
+    float shrink = exp2f(*most - here);
+    *most = here;
+    store(total, load(total) * shrink);
+    for (int d = 0; d < width; d += VL) store(out + d, load(out + d) * shrink);
+}
+
+/* Weights j..j + VL - 1 of a query are kept as `pairs` or as they are; returns what they have become. */
+INLINE vf NAME(keep)(int pairs, float *weights, int j, vf weight) {
+    if (!pairs) {
+        store(weights + j, weight);
+        return weight;
+    }
+    vh rounded = to_bf16(weight);
+    memcpy((uint16_t *)weights + j, &rounded, sizeof rounded);
+    return from_bf16(rounded);
+}
+
 #include "decode.h"
 #include "chunk.h"
 
 static Attention NAME(attention)(const Model *model, const Step *step, const Layer *layer, const float *qkv, int64_t ld,
                                  float *out, float *parts, int threads) {
     Attention a = {model, step, layer->keys, layer->values, qkv, ld, out, parts, 1, 0, 1, 1, 0};
-    a.scale = 1.0f / sqrtf((float)model->head_dim);
+    a.scale = 1.44269504f / sqrtf((float)model->head_dim);
     for (int row = 0; row < step->decode; row++)
         if (NAME(num_parts)(&a, row) > a.most_parts) a.most_parts = NAME(num_parts)(&a, row);
     if (step->decode * a.most_parts >= MANY_TASKS * threads) a.task_heads = model->kv_heads;

@@ -1,6 +1,5 @@
-/* Attention of chunks: a block of queries with a block of keys at a time, as two small matrix products. Weights are
- * powers of two, told against a reference that follows the largest score at a distance of up to SLACK, so that what
- * was gathered is seldom rescaled. Keys are cut at multiples of CHUNK_KEYS, wherever a chunk or its window begins. */
+/* Attention of chunks: a block of queries with a block of keys at a time, as two small matrix products. Keys are cut at
+ * multiples of CHUNK_KEYS, wherever a chunk or its window begins. */
 enum { CHUNK_KEYS = 4 * TILE, MOST_ROWS = 384, LEAST_ROWS = 48 };
 
 /* What a task works with. A row is a query of one head; those of a position follow one another. */
@@ -8,7 +7,7 @@ typedef struct {
     int row, kv_head, position, rows; /* of the step; of the first query; queries times heads */
     int kind, each;                   /* what keys and values are as weights; how many a line of a tile holds */
     int lines, width;                 /* of dim; columns of `out`: pairs of tiles */
-    float scale;                      /* of scores in powers of two */
+    float scale;                      /* as of Attention */
     float *query, *scores, *out;      /* [rows][dim]; [rows][CHUNK_KEYS]; [rows][width]; pairs in a row's first half */
     float *keys, *values;             /* tiles: [CHUNK_KEYS / TILE][lines][TILE], [width / TILE][CHUNK_KEYS / each][TILE] */
     float *most, *total;              /* [rows] references of the weights; [rows][VL] sums of the weights */
@@ -94,14 +93,6 @@ static void NAME(pack_kind)(const Attention *a, const Chunk *c, int begin, int c
         NAME(pack_block)(a, c, KIND_F32, begin, count);
 }
 
-/* Another reference for row `r`: what was gathered so far is rescaled. */
-INLINE void NAME(refer)(const Chunk *c, int r, float most) {
-    float shrink = exp2f(c->most[r] - most), *out = c->out + (int64_t)r * c->width;
-    c->most[r] = most;
-    store(c->total + r * VL, load(c->total + r * VL) * shrink);
-    for (int d = 0; d < c->width; d += VL) store(out + d, load(out + d) * shrink);
-}
-
 /* Scores of row `r` that are not of keys from..to - 1 become those of keys that nobody sees. */
 INLINE void NAME(hide)(float *scores, int size, int from, int to) {
     for (int j = 0; j < size; j += VL) {
@@ -122,13 +113,7 @@ INLINE vf NAME(soften)(const Chunk *c, float *p, int size, int whole, float most
     for (int j = 0; j < size; j += VL) {
         vf score = load(p + j), weight = exp2v(score * c->scale - most);
         if (!whole) weight = choose(score == -INFINITY, splat(0.0f), weight);
-        if (c->each == 2) {
-            vh rounded = to_bf16(weight);
-            memcpy((uint16_t *)p + j, &rounded, sizeof rounded), weight = from_bf16(rounded);
-        } else {
-            store(p + j, weight);
-        }
-        total += weight;
+        total += NAME(keep)(c->each == 2, p, j, weight);
     }
     return total;
 }
@@ -138,7 +123,8 @@ INLINE vf NAME(soften)(const Chunk *c, float *p, int size, int whole, float most
 INLINE void NAME(soften_rows)(const Chunk *c, int from, int to, int size, int whole) {
     for (int r = from; r < to; r++) {
         float here = NAME(largest_of)(c->scores + r * CHUNK_KEYS, size) * c->scale;
-        if (here > c->most[r] + SLACK) NAME(refer)(c, r, here);
+        if (here > c->most[r] + SLACK)
+            NAME(refer)(c->most + r, here, c->total + r * VL, c->out + (int64_t)r * c->width, c->width);
     }
     for (int r = from; r < to; r++) {
         vf total = NAME(soften)(c, c->scores + r * CHUNK_KEYS, size, whole, c->most[r]);
@@ -234,7 +220,7 @@ static void NAME(end_rows)(const Attention *a, const Chunk *c, int token) {
 
 /* `count` queries of a chunk row from token `token`, at `position`, with one KV head. */
 static void NAME(chunk_task)(const Attention *a, int row, int head, int token, int position, int count, float *mine) {
-    Chunk c = {.row = row, .kv_head = head, .position = position, .scale = a->scale * 1.44269504f};
+    Chunk c = {.row = row, .kv_head = head, .position = position, .scale = a->scale};
     int last = position + count;
     NAME(chunk_room)(a->model, count * (a->model->heads / a->model->kv_heads), mine, &c);
     NAME(begin_rows)(a, &c, token);

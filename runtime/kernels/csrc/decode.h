@@ -1,8 +1,7 @@
 /* Attention of decode rows. A line is VL lanes of 32 bits of a key or value: a float each, or two numbers in bfloat16,
  * which are met where they lie. Queries are spread to match, and what is gathered lies spread until a part is done: of
- * each line the first of every two numbers, then the second. Weights are powers of two, told against a reference that
- * follows the largest score at a distance of up to SLACK. */
-enum { KEYS = 2 * TILE, SLACK = 8, LINES = 2 }; /* of a block; of columns at a time */
+ * each line the first of every two numbers, then the second. */
+enum { KEYS = 2 * TILE, LINES = 2 }; /* of a block; of columns at a time */
 /* Query heads whose sums the registers hold. */
 enum { HEADS_MOST = VL == 16 ? 4 : VL == 8 ? 3 : 1 };
 
@@ -14,7 +13,7 @@ typedef struct {
     float *weights;               /* [group][KEYS] of a block; pairs in its first half */
     char *keys, *values;          /* of a block, where lines are not whole in memory: [KEYS][lines] */
     int bytes;                    /* of a key or value */
-    float scale;                  /* of scores in powers of two */
+    float scale;                  /* as of Attention */
 } NAME(Decode);
 #define Decode NAME(Decode)
 
@@ -79,14 +78,6 @@ INLINE vf NAME(score)(int met, int lines, const float *query, const char *const 
     return sums(lanes);
 }
 
-/* Another reference: what a head has gathered is rescaled. */
-INLINE void NAME(rescale)(const Decode *d, int head, float most) {
-    float shrink = exp2f(d->most[head] - most), *out = d->out + head * d->width;
-    d->most[head] = most;
-    store(d->total + head * VL, load(d->total + head * VL) * shrink);
-    for (int i = 0; i < d->width; i += VL) store(out + i, load(out + i) * shrink);
-}
-
 /* The weights of head `head`, the g-th of `group`, which asks for its share of the coming keys. */
 INLINE void NAME(weights_of)(int met, const Decode *d, int head, int g, int group, const Block *now, const Block *coming,
                              float *weights) {
@@ -103,20 +94,14 @@ INLINE void NAME(weights_of)(int met, const Decode *d, int head, int g, int grou
     }
     float here = largest(high);
     if (here > d->most[head] + SLACK) {
-        NAME(rescale)(d, head, here);
+        NAME(refer)(d->most + head, here, d->total + head * VL, d->out + head * d->width, d->width);
         total = load(d->total + head * VL);
     }
 #pragma GCC unroll 8
     for (int j = 0; j < KEYS / VL; j++) {
         vf weight = exp2v(scores[j] - d->most[head]);
         if (now->count < KEYS) weight = choose(scores[j] == -INFINITY, splat(0.0f), weight);
-        if (met == KIND_PAIRS) {
-            vh rounded = to_bf16(weight);
-            *(vhu *)((uint16_t *)weights + j * VL) = rounded, weight = from_bf16(rounded);
-        } else {
-            store(weights + j * VL, weight);
-        }
-        total += weight;
+        total += NAME(keep)(met == KIND_PAIRS, weights, j * VL, weight);
     }
     store(d->total + head * VL, total);
 }
@@ -238,6 +223,7 @@ INLINE void NAME(begin_part)(int met, const Attention *a, const Decode *d, const
     }
     memset(d->out, 0, (size_t)heads * d->width * sizeof(float));
     memset(d->total, 0, (size_t)heads * VL * sizeof(float));
+    if (dim == d->width) return;
     memset(d->keys, 0, (size_t)KEYS * d->lines * VL * 4);
     memset(d->values, 0, (size_t)KEYS * d->lines * VL * 4);
 }
@@ -259,7 +245,7 @@ INLINE void NAME(decode_part)(int met, const Attention *a, int row, int part, in
     Block blocks[2], copy; /* this one and the next, by turns */
     Decode d;
     NAME(decode_room)(a->model, mine, &d);
-    d.scale = a->scale * 1.44269504f;
+    d.scale = a->scale;
     NAME(begin_part)(met, a, &d, a->qkv + row * a->ld + (int64_t)head * group * dim, heads * group);
     NAME(point)(a, row, head, from, to - from, &blocks[0]);
     for (int begin = from, turn = 0; begin < to; begin += KEYS, turn ^= 1) {
