@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import zmq
@@ -37,6 +38,19 @@ from ipc.messages import (
 R = TypeVar("R")
 
 
+@dataclass(eq=False)
+class Waiter:
+    """Somebody who waits for an event until `due`, of the loop's clock."""
+
+    future: asyncio.Future[None]
+    due: float
+    late: Exception
+
+    def settle(self, error: Exception | None = None) -> None:
+        if not self.future.done():
+            self.future.set_exception(error) if error else self.future.set_result(None)
+
+
 class AsyncLine:
     """One connection, to one tokenizer, with a task that takes what comes and wakes those who wait."""
 
@@ -49,6 +63,9 @@ class AsyncLine:
         connect(self.socket, address)
         self.address = address
         self.exchange = Exchange(time.monotonic())
+        self.loop = asyncio.get_running_loop()
+        self.waiting: set[Waiter] = set()
+        self.alarm: asyncio.TimerHandle | None = None  # for the first of those who wait
         self.task = asyncio.create_task(self._listen())
 
     async def _listen(self) -> None:
@@ -65,23 +82,36 @@ class AsyncLine:
 
     async def changed(self, pending: Pending, timeout: float, late: Exception) -> None:
         """Until something of `pending` has come. Raises `late` after `timeout` seconds."""
-        loop = asyncio.get_running_loop()
-        waiter: asyncio.Future[None] = loop.create_future()
-
-        def settle(error: Exception | None = None) -> None:
-            if not waiter.done():
-                waiter.set_exception(error) if error else waiter.set_result(None)
-
-        pending.changed = settle
-        timer = loop.call_later(timeout, settle, late)
+        waiter = Waiter(self.loop.create_future(), self.loop.time() + timeout, late)
+        pending.changed = waiter.settle
+        self.waiting.add(waiter)
+        if self.alarm is None or waiter.due < self.alarm.when():
+            self._set_alarm(waiter.due)
         try:
-            await waiter
+            await waiter.future
         finally:
-            timer.cancel()
+            self.waiting.discard(waiter)
             pending.changed = bool
+
+    def _set_alarm(self, due: float) -> None:
+        if self.alarm is not None:
+            self.alarm.cancel()
+        self.alarm = self.loop.call_at(due, self._ring)
+
+    def _ring(self) -> None:
+        """Those whose time is over hear of it; one alarm for all, as nearly all hear of something else long before."""
+        self.alarm, now = None, self.loop.time()
+        for waiter in self.waiting:
+            if waiter.due <= now:
+                waiter.settle(waiter.late)
+        left = [waiter.due for waiter in self.waiting if waiter.due > now]
+        if left:
+            self._set_alarm(min(left))
 
     async def close(self) -> None:
         self.task.cancel()
+        if self.alarm is not None:
+            self.alarm.cancel()
         await asyncio.gather(self.task, return_exceptions=True)
         self.socket.close()
 

@@ -27,6 +27,7 @@ from proc.topology import Role
 LINGER = 3.0  # seconds; a little more than the public socket's
 PATIENCE = 30.0  # seconds in which one that has lost its peer is to be stopped; longer than an end takes
 PR_SET_PDEATHSIG = 1
+COLLECT = 20_000  # more objects than before, after which the youngest are collected; Python's own choice is 700
 
 
 class Word(msgspec.Struct, frozen=True):
@@ -84,12 +85,16 @@ class Child:
             os._exit(1)
 
     def loaded(self) -> None:
-        """One more role is ready. After the last: what was loaded stays, no collection needs to look at it again."""
+        """One more role is ready. After the last: what was loaded stays, no collection needs to look at it again.
+
+        What comes and goes with each token holds no circles: a few collections will do.
+        """
         with self._lock:
             self.loading -= 1
             if self.loading:
                 return
         gc.freeze()
+        gc.set_threshold(COLLECT)
         gc.enable()
 
     def tell(self, word: Word) -> None:

@@ -7,6 +7,7 @@ import contextlib
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import msgspec
@@ -29,6 +30,9 @@ Receive = Callable[[], Awaitable[dict[str, Any]]]
 
 
 News = tuple[int, list[Chunk], Completion | None] | SidestepError
+
+
+GOES_ON = {"finish_reason": None}
 
 
 class Silence(Exception):
@@ -121,9 +125,15 @@ class Form:
         return self.event({"index": index, **says}, reasons(answer))
 
     def event(self, choice: dict[str, Any], ending: dict[str, Any] | None = None) -> bytes:
-        choice = {"logprobs": None} | choice | (ending or {"finish_reason": None})
-        body = self._head(self._chunk) | {"choices": [choice]} | ({"usage": None} if self.include_usage else {})
-        return frame(body)
+        before, after = self._around
+        return before + msgspec.json.encode({"logprobs": None, **choice, **(ending or GOES_ON)}) + after
+
+    @cached_property
+    def _around(self) -> tuple[bytes, bytes]:
+        """What stands before and after the choice of every event."""
+        head = msgspec.json.encode(self._head(self._chunk)).removesuffix(b"}")
+        usage = b',"usage":null' if self.include_usage else b""
+        return b"data: " + head + b',"choices":[', b"]" + usage + b"}\n\n"
 
     def closing(self, answers: list[Completion], choices: int) -> bytes:
         last = frame(self._head(self._chunk) | {"choices": [], "usage": self.usage(answers, choices)})
@@ -200,7 +210,7 @@ class EventStream:
         self._writing = 0.0  # since when a write has been waiting for the client; 0: none is
 
     async def __call__(self, scope: Any, receive: Receive, send: Send) -> None:
-        answer = asyncio.create_task(self._answer(self._timed(send), scope["state"]))
+        answer = asyncio.create_task(self._answer(send, scope["state"]))
         watcher = asyncio.create_task(self._watch(receive, answer))
         try:
             await answer
@@ -211,16 +221,6 @@ class EventStream:
             answer.cancel()
             watcher.cancel()
             await self._close()
-
-    def _timed(self, send: Send) -> Send:
-        loop = asyncio.get_running_loop()
-
-        async def sending(message: dict[str, Any]) -> None:
-            self._writing = loop.time()
-            await send(message)
-            self._writing = 0.0
-
-        return sending
 
     async def _watch(self, receive: Receive, answer: asyncio.Task[None]) -> None:
         """End the answer when the client goes away, or reads nothing for too long."""
@@ -238,27 +238,32 @@ class EventStream:
         for stream in self.streams:
             await (stream.close() if self.offset is None else stream.detach())
 
-    async def _answer(self, send: Send, state: dict[str, Any]) -> None:
-        begun = False
+    async def _write(self, send: Send, data: bytes, more: bool = True) -> None:
+        self._writing = asyncio.get_running_loop().time()
+        await send({"type": "http.response.body", "body": data, "more_body": more})
+        self._writing = 0.0
+
+    async def _answer(self, begin: Send, state: dict[str, Any]) -> None:
+        begun, send = False, state["send"]
         try:
             async for index, chunks, answer in self._events():
                 data = b""
                 if not begun:
                     begun = True
-                    await send({"type": "http.response.start", "status": 200, "headers": HEADERS})
+                    await begin({"type": "http.response.start", "status": 200, "headers": HEADERS})
                     if not self.offset:
                         data = b"".join(self.form.opening(n) for n in range(len(self.streams)))
                 data += self._data(index, chunks, answer)
-                await send({"type": "http.response.body", "body": data, "more_body": True})
+                await self._write(send, data)
         except SidestepError as error:
             if not begun:
                 raise
-            await send({"type": "http.response.body", "body": frame(error_body(error)), "more_body": False})
+            await self._write(send, frame(error_body(error)), more=False)
             return
         answers = [stream.result for stream in self.streams if stream.result is not None]
         if len(answers) == len(self.streams):
             state["times"] = self.form.times(answers)
-            await send({"type": "http.response.body", "body": self.form.closing(answers, self.choices)})
+            await self._write(send, self.form.closing(answers, self.choices), more=False)
 
     def _data(self, index: int | None, chunks: list[Chunk], answer: Completion | None) -> bytes:
         """The bytes for what has come of choice `index`; tokens that have piled up share an event."""

@@ -55,7 +55,7 @@ def play(*streams: Stream, offset: int | None = None) -> tuple[list[dict[str, An
         sent.append(message)
 
     shape = form(True, "id", "m", True, [""] * len(streams))
-    state: dict[str, Any] = {}
+    state: dict[str, Any] = {"send": send}  # as the guard has it
     made = EventStream(list(streams), shape, 1, 60.0, offset)  # type: ignore[arg-type]
     asyncio.run(made({"state": state}, forever, send))
     return sent, b"".join(message.get("body", b"") for message in sent)
