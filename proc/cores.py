@@ -1,12 +1,19 @@
-"""Which cores a process may use: those that `--cores` names; while a worker loads, the first is the worker's."""
+"""Which cores a process may use: those that `--cores` names; while a worker loads, the first is the worker's.
+
+When it has loaded, each thread that computes has a core of its own.
+"""
 
 from __future__ import annotations
 
 import os
 from contextlib import suppress
+from pathlib import Path
 
 from proc.settings import UsageError
 from proc.topology import ROLES, Role
+
+SIBLINGS = "/sys/devices/system/cpu/cpu{}/topology/thread_siblings_list"
+PLACED = ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY")  # whoever sets one of these places the threads himself
 
 
 def parse_cores(text: str | None) -> dict[str, list[int]]:
@@ -35,6 +42,36 @@ def leave_first(pid: int) -> None:
     others = os.sched_getaffinity(0) - {min(os.sched_getaffinity(0))}
     if others:
         use(pid, others)
+
+
+def spread(threads: list[int], rank: int, size: int) -> None:
+    """Give each compute thread of the `rank`-th of `size` processes a core, if there is one for each thread of all.
+
+    Left to itself the system now and then lets two of them share a core for as long as a step, and the others wait.
+    """
+    homes = _homes(len(threads) * size)
+    if homes and not any(name in os.environ for name in PLACED):
+        for thread, cores in zip(threads, homes[len(threads) * rank :], strict=False):
+            os.sched_setaffinity(thread, cores)
+
+
+def _homes(count: int) -> list[set[int]]:
+    """`count` cores, each as its hardware threads' numbers, or `count` hardware threads; of another count none."""
+    allowed = os.sched_getaffinity(0)
+    whole = {frozenset(_siblings(number) & allowed) for number in allowed}
+    for homes in (whole, [{number} for number in allowed]):
+        if len(homes) == count:
+            return sorted((set(home) for home in homes), key=min)
+    return []
+
+
+def _siblings(number: int) -> set[int]:
+    try:
+        spans = Path(SIBLINGS.format(number)).read_text().strip().split(",")
+    except OSError:  # a sandbox without /sys
+        return {number}
+    ends = [span.partition("-") for span in spans]
+    return {one for first, _, last in ends for one in range(int(first), int(last or first) + 1)}
 
 
 def use(pid: int, cores: set[int]) -> None:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from ipc.internal import TableExport
 from ipc.token_table import TokenTable
+from proc.cores import spread
 from proc.halves import Halves
 from proc.settings import Settings, UsageError
 from proc.shapes import num_slots
@@ -118,6 +119,7 @@ def _cpu(settings: Settings, folder: Path, table: TokenTable, halves: Halves, ra
     import torch
 
     from runtime.device.cpu import CpuDevice
+    from runtime.kernels.library import compute_threads
     from runtime.kv_cache import bytes_per_block
     from runtime.model.config import read_config
     from runtime.model.sharding import config_of
@@ -139,6 +141,7 @@ def _cpu(settings: Settings, folder: Path, table: TokenTable, halves: Halves, ra
     longest = model_len(settings, config.max_model_len, blocks)
     masks, processors = halves.open(config.vocab_size), named_processors(settings.processors, ranks)
     device = CpuDevice(model, _sampling_ops(), slot_tables(settings, longest), table, masks, blocks, processors)
+    spread(compute_threads(torch.get_num_threads()), rank.index, rank.size)
     words = f"cpu, {str(model.dtype).removeprefix('torch.')}, {torch.get_num_threads()} threads, {path}"
     shared = config.shares_prefixes
     return Built(device, DeviceInfo(blocks, longest, config.vocab_size, model.nbytes, blocks * block, shared, words))

@@ -126,6 +126,16 @@ def every() -> Iterator[Kernels]:
         index += 1
 
 
+def compute_threads(count: int) -> list[int]:
+    """The system's ids of the `count` threads that compute for the first, which asks; without the library none."""
+    library = _library()
+    if library is None:
+        return []
+    ids = (c_int32 * count)()
+    library.sidestep_threads(ids, count)
+    return [one for one in ids if one]
+
+
 @cache
 def _library() -> ctypes.CDLL | None:
     other = os.environ.get(LIBRARY)

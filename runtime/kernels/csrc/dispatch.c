@@ -1,6 +1,13 @@
-/* The library's one door: the kernels of an instruction set by name, best first, as far as this machine has it. */
+/* The library's door: the kernels of an instruction set by name, best first, as far as this machine has it; and who
+ * runs them. */
+#define _GNU_SOURCE
 #include <stddef.h>
 #include <string.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#ifdef _OPENMP
+#include <omp.h>
+#endif
 #include "kernels.h"
 
 static int runs(const char *name) {
@@ -39,4 +46,15 @@ const Kernels *sidestep_kernels(int32_t index) {
     for (size_t i = 0; i < sizeof all / sizeof *all; i++)
         if (runs(all[i]->name) && index-- == 0) return all[i];
     return NULL;
+}
+
+/* The operating system's ids of the threads that compute for the caller, whose own is the first; 0 for what is wanting. */
+void sidestep_threads(int32_t *ids, int32_t threads) {
+    memset(ids, 0, (size_t)threads * sizeof *ids);
+#ifdef _OPENMP
+#pragma omp parallel num_threads(threads)
+    ids[omp_get_thread_num()] = (int32_t)syscall(SYS_gettid);
+#else
+    ids[0] = (int32_t)syscall(SYS_gettid);
+#endif
 }
