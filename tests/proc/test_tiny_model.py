@@ -19,6 +19,7 @@ import transformers
 from ipc.client import Client
 from ipc.errors import InvalidRequest
 from ipc.sampling_params import SamplingParams, StructuredOutputs
+from proc.cores import computes
 from proc.llm import LLM
 from proc.settings import Settings, UsageError
 from proc.supervisor import Supervisor
@@ -70,9 +71,14 @@ def smallest_gap(
 
 
 def cores_are_shared_again(server: Supervisor) -> None:
-    """What the worker had for itself while it loaded is everybody's now."""
+    """What the worker had for itself while it loaded is everybody's now; only the threads that compute stay apart."""
+    present = os.sched_getaffinity(0)
     for process in server.processes:
-        assert all(cores == os.sched_getaffinity(0) for cores in cores_of(process.popen.pid))
+        cores = cores_of(process.popen.pid)
+        homes = [{core} for core in sorted(present)] if computes(process.roles) else []
+        apart = sorted((one for one in cores if one != present), key=min)
+        assert apart in ([], homes)
+        assert len(cores) > len(apart)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
