@@ -25,8 +25,8 @@ def parse_cores(text: str | None) -> dict[str, list[int]]:
         first, _, last = span.partition("-")
         if name not in ROLES or not first.isdecimal() or not (last or first).isdecimal():
             raise UsageError(f"--cores: {part!r} is not ROLE=CORE or ROLE=FIRST-LAST")
-        wanted = list(range(int(first), int(last or first) + 1))
-        if not wanted or not set(wanted) <= present:
+        wanted = range(int(first), int(last or first) + 1)
+        if not wanted or not all(core in present for core in wanted):  # stops at the first, however long
             raise UsageError(f"--cores: {part!r}: this process may use the cores {sorted(present)}")
         cores.setdefault(name, []).extend(wanted)
     return cores

@@ -36,7 +36,7 @@ def cores_of(pid: int) -> list[set[int]]:
 def test_cores_by_role() -> None:
     assert parse_cores(None) == {}
     assert parse_cores("worker=0,tokenizer=0-0") == {"worker": [0], "tokenizer": [0]}
-    for bad in ("worker", "worker=x", "gpu=0", "worker=99999", "worker=1-0"):
+    for bad in ("worker", "worker=x", "gpu=0", "worker=99999", "worker=1-0", f"worker=0-{10**14}"):
         with pytest.raises(UsageError, match="--cores"):
             parse_cores(bad)
 
