@@ -1,6 +1,6 @@
 """Which cores a process may use: those that `--cores` names; while a worker loads, the first is the worker's.
 
-When it has loaded, each thread that computes has a core of its own.
+When it has loaded, each thread that computes has a core of its own; several workers divide the cores.
 """
 
 from __future__ import annotations
@@ -17,18 +17,22 @@ PLACED = ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY")  # whoever sets on
 
 
 def parse_cores(text: str | None) -> dict[str, list[int]]:
-    """`worker=0-1,tokenizer=2` by role. Raises `UsageError` for a role or a core that is not there."""
+    """`worker=0-1,tokenizer=2` by role; one named twice has both. Raises `UsageError` for what is not there."""
     cores: dict[str, list[int]] = {}
     present = os.sched_getaffinity(0)
-    for part in text.split(",") if text else []:
+    for part in [] if text is None else text.split(","):
         name, _, span = part.partition("=")
         first, _, last = span.partition("-")
-        if name not in ROLES or not first.isdecimal() or not (last or first).isdecimal():
+        if not first.isdecimal() or not (last or first).isdecimal():
             raise UsageError(f"--cores: {part!r} is not ROLE=CORE or ROLE=FIRST-LAST")
+        if name not in ROLES:
+            raise UsageError(f"--cores: no role {name!r}; roles are {', '.join(ROLES)}")
         wanted = range(int(first), int(last or first) + 1)
-        if not wanted or not all(core in present for core in wanted):  # stops at the first, however long
+        if not wanted:
+            raise UsageError(f"--cores: {part!r} ends before it begins")
+        if not all(core in present for core in wanted):  # stops at the first, however long
             raise UsageError(f"--cores: {part!r}: this process may use the cores {sorted(present)}")
-        cores.setdefault(name, []).extend(wanted)
+        cores[name] = sorted({*cores.get(name, []), *wanted})
     return cores
 
 
@@ -44,25 +48,40 @@ def leave_first(pid: int) -> None:
         use(pid, others)
 
 
-def spread(threads: list[int], rank: int, size: int) -> None:
-    """Give each compute thread of the `rank`-th of `size` processes a core, if there is one for each thread of all.
+def share(threads: int, workers: int) -> int:
+    """Compute threads of each of `workers` processes: `threads`, or as many as there are cores for each.
+
+    Of hardware threads that share a core one counts, unless `OMP_NUM_THREADS` asks for more.
+    """
+    room = len(os.sched_getaffinity(0)) if os.environ.get("OMP_NUM_THREADS") else len(_cores())
+    return max(1, min(threads, room // workers))
+
+
+def spread(threads: list[int], index: int, workers: int) -> bool:
+    """Give each compute thread of the `index`-th of `workers` processes a core, if there is one for each thread of all.
 
     Left to itself the system now and then lets two of them share a core for as long as a step, and the others wait.
     """
-    homes = _homes(len(threads) * size)
-    if homes and not any(name in os.environ for name in PLACED):
-        for thread, cores in zip(threads, homes[len(threads) * rank :], strict=False):
-            os.sched_setaffinity(thread, cores)
+    homes = _homes(len(threads) * workers)
+    if not homes or any(os.environ.get(name) for name in PLACED):
+        return False
+    for thread, cores in zip(threads, homes[len(threads) * index :], strict=False):
+        os.sched_setaffinity(thread, cores)
+    return True
 
 
 def _homes(count: int) -> list[set[int]]:
     """`count` cores, each as its hardware threads' numbers, or `count` hardware threads; of another count none."""
-    allowed = os.sched_getaffinity(0)
-    whole = {frozenset(_siblings(number) & allowed) for number in allowed}
-    for homes in (whole, [{number} for number in allowed]):
+    for homes in (_cores(), [{number} for number in sorted(os.sched_getaffinity(0))]):
         if len(homes) == count:
-            return sorted((set(home) for home in homes), key=min)
+            return homes
     return []
+
+
+def _cores() -> list[set[int]]:
+    """The cores this process may use, each as its hardware threads' numbers, in order."""
+    allowed = os.sched_getaffinity(0)
+    return sorted(map(set, {frozenset(_siblings(number) & allowed) for number in allowed}), key=min)
 
 
 def _siblings(number: int) -> set[int]:

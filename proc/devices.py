@@ -6,7 +6,6 @@ torch is imported only for a device that computes.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 from importlib import import_module
@@ -15,8 +14,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from ipc.internal import TableExport
 from ipc.token_table import TokenTable
-from proc.cores import spread
+from proc.cores import share, spread
 from proc.halves import Halves
+from proc.role import ProcessSpec
 from proc.settings import Settings, UsageError
 from proc.shapes import num_slots
 from runtime.batch import SlotTables
@@ -47,24 +47,23 @@ class Built:
     export: TableExport | None = None  # where the ids are, if on the device
 
 
-def build(
-    settings: Settings, folder: str, table: TokenTable, halves: Halves, rank: Rank, index: int, meeting: str
-) -> Built:
+def build(spec: ProcessSpec, table: TokenTable, halves: Halves, rank: Rank, index: int, meeting: str) -> Built:
     """The device of worker `index`; `meeting` is the file through which the ranks of a replica find one another.
 
     Raises `UsageError` or `runtime.model.config.ConfigError` with one clear line.
     """
+    settings, folder = spec.settings, Path(spec.folder)
     on_gpu = not settings.simulated and (settings.device == "cuda" or (settings.device == "auto" and _sees_gpu()))
     if on_gpu:
         from proc.gpu import build as on_device
 
-        return on_device(settings, Path(folder), table, halves, rank, index, meeting)
+        return on_device(settings, folder, table, halves, rank, index, meeting)
     if settings.for_gpus:
         here = "a simulated device" if settings.simulated else "the CPU"
         raise UsageError(f"{settings.for_gpus[0]} is for GPUs, and this is {here}")
     if settings.simulated:
-        return _sim(settings, Path(folder) if folder else None, table, halves)
-    return _cpu(settings, Path(folder), table, halves, rank, meeting)
+        return _sim(settings, folder if spec.folder else None, table, halves)
+    return _cpu(spec, table, halves, rank, index, meeting)
 
 
 def _sees_gpu() -> bool:
@@ -115,7 +114,7 @@ def _sim(settings: Settings, folder: Path | None, table: TokenTable, halves: Hal
     return Built(TimedSimDevice(model, halves.open(vocab), timing, work), info)
 
 
-def _cpu(settings: Settings, folder: Path, table: TokenTable, halves: Halves, rank: Rank, meeting: str) -> Built:
+def _cpu(spec: ProcessSpec, table: TokenTable, halves: Halves, rank: Rank, index: int, meeting: str) -> Built:
     import torch
 
     from runtime.device.cpu import CpuDevice
@@ -124,8 +123,8 @@ def _cpu(settings: Settings, folder: Path, table: TokenTable, halves: Halves, ra
     from runtime.model.config import read_config
     from runtime.model.sharding import config_of
 
-    if rank.size > 1:
-        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // rank.size))
+    settings, folder, workers = spec.settings, Path(spec.folder), spec.num_workers
+    torch.set_num_threads(share(torch.get_num_threads(), workers))
     config = read_config(folder)
     held = config_of(config, rank)
     ranks = _join(rank, meeting)
@@ -137,12 +136,13 @@ def _cpu(settings: Settings, folder: Path, table: TokenTable, halves: Halves, ra
     )
     # the weights are there before the memory that is left is counted
     block = bytes_per_block(held.num_layers, settings.block_size, held.num_kv_heads, held.head_dim, model.dtype)
-    blocks = ranks.least(settings.num_blocks or _blocks_that_fit(settings, block, config.max_model_len, rank.size))
+    blocks = ranks.least(settings.num_blocks or _blocks_that_fit(settings, block, config.max_model_len, workers))
     longest = model_len(settings, config.max_model_len, blocks)
     masks, processors = halves.open(config.vocab_size), named_processors(settings.processors, ranks)
     device = CpuDevice(model, _sampling_ops(), slot_tables(settings, longest), table, masks, blocks, processors)
-    spread(compute_threads(torch.get_num_threads()), rank.index, rank.size)
-    words = f"cpu, {str(model.dtype).removeprefix('torch.')}, {torch.get_num_threads()} threads, {path}"
+    threads = torch.get_num_threads()
+    placed = ", a core each" if spread(compute_threads(threads), index, workers) else ""
+    words = f"cpu, {str(model.dtype).removeprefix('torch.')}, {threads} thread{'s' * (threads > 1)}{placed}, {path}"
     shared = config.shares_prefixes
     return Built(device, DeviceInfo(blocks, longest, config.vocab_size, model.nbytes, blocks * block, shared, words))
 
@@ -244,11 +244,11 @@ def progress(things: list[T], words: str) -> Iterable[T]:
     return tqdm(things, desc=words, disable=None)
 
 
-def _blocks_that_fit(settings: Settings, block_bytes: int, longest: int, ranks: int) -> int:
-    """Pages in a rank's part of the share of the free memory, at most what the rows of a step could ever fill."""
+def _blocks_that_fit(settings: Settings, block_bytes: int, longest: int, workers: int) -> int:
+    """Pages in a worker's part of the share of the free memory, at most what the rows of a step could ever fill."""
     available = _available_memory()
-    share = settings.gpu_memory_utilization or CPU_SHARE
-    blocks = int(available * share) // ranks // block_bytes
+    part = settings.gpu_memory_utilization or CPU_SHARE
+    blocks = int(available * part) // workers // block_bytes
     if blocks < 2:
         raise UsageError(
             f"no memory for the KV cache: {available >> 20} MiB are free, a page takes {block_bytes >> 10} KiB; "

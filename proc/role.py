@@ -44,6 +44,11 @@ class ProcessSpec(msgspec.Struct, frozen=True):
     def num_schedulers(self) -> int:
         return len(self.tables)
 
+    @property
+    def num_workers(self) -> int:
+        """On this machine, of all replicas."""
+        return self.num_schedulers * self.num_ranks
+
     def workers(self, replica: int) -> range:
         """The indices of a replica's workers, by rank."""
         return range(replica * self.num_ranks, (replica + 1) * self.num_ranks)

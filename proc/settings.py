@@ -36,7 +36,11 @@ class Settings:
         "--tp",
         "--tp-size",
     )
-    cores: str | None = flag(None, "cores by role, such as worker=0-1,tokenizer=2")
+    cores: str | None = flag(
+        None,
+        "cores by role, such as worker=0-1,tokenizer=2 (default: any; a CPU worker's compute threads keep one each, "
+        "which OMP_PROC_BIND=false undoes, and OMP_NUM_THREADS says how many)",
+    )
     device: str = flag(
         "auto",
         "auto, cuda (one of CUDA_VISIBLE_DEVICES), cpu, sim, sim:NAME such as sim:h100-llama-3.1-8b, or sim:FILE.toml",

@@ -48,7 +48,7 @@ class Worker:
     def start(self) -> dict[str, Any]:
         """Load the model and tell the scheduler what there is to work with."""
         spec, meeting = self.spec, f"{self.spec.run_dir}/ranks{self.replica}"
-        built = build(spec.settings, spec.folder, self.table, self.halves, self.rank, self.index, meeting)
+        built = build(spec, self.table, self.halves, self.rank, self.index, meeting)
         self.device, info = built.device, built.info
         self.halves.given_up = lambda: built.device.failed is not None
         self._report(info)

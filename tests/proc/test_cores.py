@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import proc.cores
-from proc.cores import PLACED, computes, leave_first, parse_cores, spread, use
+from proc.cores import PLACED, computes, leave_first, parse_cores, share, spread, use
 from proc.settings import UsageError
 from proc.topology import Role
 
@@ -22,8 +22,8 @@ present = os.sched_getaffinity(0)
 torch.set_num_threads(len(present))
 torch.ones(512, 512) @ torch.ones(512, 512)
 threads = compute_threads(len(present))
-spread(threads, 0, 1)
-print(*[sorted(os.sched_getaffinity(one)) for one in (0, *threads)], threads[0] == os.getpid())
+placed = spread(threads, 0, 1)
+print(*[sorted(os.sched_getaffinity(one)) for one in (0, *threads)], threads[0] == os.getpid(), placed)
 """
 THREADS = "import sys, threading\nthreading.Thread(target=sys.stdin.read).start()\nprint('up', flush=True)"
 
@@ -35,10 +35,24 @@ def cores_of(pid: int) -> list[set[int]]:
 
 def test_cores_by_role() -> None:
     assert parse_cores(None) == {}
-    assert parse_cores("worker=0,tokenizer=0-0") == {"worker": [0], "tokenizer": [0]}
-    for bad in ("worker", "worker=x", "gpu=0", "worker=99999", "worker=1-0", f"worker=0-{10**14}"):
-        with pytest.raises(UsageError, match="--cores"):
-            parse_cores(bad)
+    assert parse_cores("worker=0,tokenizer=0-0,worker=0") == {"worker": [0], "tokenizer": [0]}
+
+
+@pytest.mark.parametrize(
+    ("bad", "why"),
+    [
+        ("", "not ROLE=CORE"),
+        ("worker", "not ROLE=CORE"),
+        ("worker=x", "not ROLE=CORE"),
+        ("gpu=0", "no role 'gpu'; roles are tokenizer, scheduler, worker, http"),
+        ("worker=1-0", "ends before it begins"),
+        ("worker=99999", "may use the cores"),
+        (f"worker=0-{10**14}", "may use the cores"),
+    ],
+)
+def test_cores_that_cannot_be_had_are_refused(bad: str, why: str) -> None:
+    with pytest.raises(UsageError, match=f"^--cores: .*{why}"):
+        parse_cores(bad)
 
 
 def test_a_process_computes_where_a_worker_is() -> None:
@@ -64,13 +78,13 @@ def test_each_thread_that_computes_has_a_core() -> None:
     clean = {name: value for name, value in os.environ.items() if name not in PLACED}
     present = sorted(os.sched_getaffinity(0))
     ours = subprocess.run([sys.executable, "-c", PLACE], env=clean, capture_output=True, text=True, check=True).stdout
-    assert ours == " ".join(str([core]) for core in (present[0], *present)) + " True\n"
-    told = clean | {"OMP_PROC_BIND": "false"}
+    assert ours == " ".join(str([core]) for core in (present[0], *present)) + " True True\n"
+    told = clean | {"OMP_PROC_BIND": "false", "OMP_PLACES": ""}
     theirs = subprocess.run([sys.executable, "-c", PLACE], env=told, capture_output=True, text=True, check=True).stdout
-    assert theirs == f"{present} " * (len(present) + 1) + "True\n"
+    assert theirs == f"{present} " * (len(present) + 1) + "True False\n"
 
 
-def test_threads_are_placed_by_whole_cores_and_by_rank(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_threads_are_placed_by_whole_cores_and_by_worker(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     placed: list[tuple[int, set[int]]] = []
     for number in range(8):  # four cores with two hardware threads each
         (tmp_path / str(number)).write_text(f"{number % 4},{number % 4 + 4}\n")
@@ -79,6 +93,9 @@ def test_threads_are_placed_by_whole_cores_and_by_rank(monkeypatch: pytest.Monke
     monkeypatch.setattr(proc.cores, "SIBLINGS", f"{tmp_path}/{{}}")
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
     monkeypatch.setattr(os, "sched_setaffinity", lambda thread, cores: placed.append((thread, cores)))
+    assert share(4, 1) == 4 and share(8, 1) == 4 and share(4, 2) == 2 and share(1, 2) == 1 and share(4, 5) == 1
+    monkeypatch.setenv("OMP_NUM_THREADS", "8")
+    assert share(8, 1) == 8 and share(16, 1) == 8 and share(8, 2) == 4
     spread([11, 12, 13, 14], 0, 1)
     assert placed == [(11, {0, 4}), (12, {1, 5}), (13, {2, 6}), (14, {3, 7})]
     placed.clear()

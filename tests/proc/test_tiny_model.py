@@ -73,12 +73,16 @@ def smallest_gap(
 def cores_are_shared_again(server: Supervisor) -> None:
     """What the worker had for itself while it loaded is everybody's now; only the threads that compute stay apart."""
     present = os.sched_getaffinity(0)
-    placed = kernels() is not None and len(present) > 1 and not any(name in os.environ for name in PLACED)
-    for process in server.processes:
+    workers = [computes(process.roles) for process in server.processes]
+    placed = kernels() is not None and len(present) > 1 and not any(os.environ.get(name) for name in PLACED)
+    kept = []
+    for process, works in zip(server.processes, workers, strict=True):
         cores = cores_of(process.popen.pid)
         apart = [core for one in cores if one != present for core in one]
-        assert sorted(apart) == (sorted(present) if placed and computes(process.roles) else [])
+        assert works or not apart
         assert present in cores
+        kept += apart
+    assert sorted(kept) == (sorted(present) if placed and len(present) % sum(workers) == 0 else [])
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
