@@ -24,14 +24,17 @@ static inline int NAME(first_key)(const Attention *a, int position) {
     return window && position >= window ? position - window + 1 : 0;
 }
 
-/* Where the keys of `count` positions begin, of KV head `head`. */
-INLINE void NAME(find_block)(const Attention *a, int row, int head, int begin, int count, int64_t *at) {
+/* Where the keys of `count` positions begin, of KV head `head`, in numbers of `size` bytes. */
+INLINE void NAME(find_block)(const Attention *a, int row, int head, int begin, int count, int size, int64_t *at) {
     const Model *m = a->model;
-    int64_t each = (int64_t)m->kv_heads * m->head_dim;
+    int64_t each = (int64_t)m->kv_heads * m->head_dim * size;
     const int32_t *page = a->step->page_table + (int64_t)row * a->step->pages + begin / m->block_size;
-    for (int j = 0, offset = begin % m->block_size; j < count; page++, offset = 0)
-        for (int64_t cell = (int64_t)*page * m->block_size; offset < m->block_size && j < count; offset++)
-            at[j++] = (cell + offset) * each + head * m->head_dim;
+    for (int done = 0, offset = begin % m->block_size; done < count; page++, offset = 0) {
+        int left = count - done, run = m->block_size - offset < left ? m->block_size - offset : left;
+        int64_t from = ((int64_t)*page * m->block_size + offset) * each + (int64_t)head * m->head_dim * size;
+        for (int j = 0; j < run; j++) at[done + j] = from + j * each;
+        done += run;
+    }
 }
 
 /* Another reference than `most`: what a query has gathered is rescaled. */

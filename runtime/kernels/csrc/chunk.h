@@ -69,7 +69,7 @@ INLINE void NAME(pack_value_pair)(const uint16_t *one, const uint16_t *other, in
 INLINE void NAME(pack_block)(const Attention *a, const Chunk *c, int met, int begin, int count) {
     int64_t at[CHUNK_KEYS];
     int dim = a->model->head_dim, padded = (count + 2 * TILE - 1) / (2 * TILE) * 2 * TILE;
-    NAME(find_block)(a, c->row, c->kv_head, begin, count, at);
+    NAME(find_block)(a, c->row, c->kv_head, begin, count, 1, at);
     for (int j = count; j < padded; j++) at[j] = at[count - 1];
     for (int j = 0; j < padded; j += VL) {
         float *tile = c->keys + j / TILE * c->lines * TILE + j % TILE;

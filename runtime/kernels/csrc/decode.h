@@ -2,8 +2,8 @@
  * which are met where they lie. Queries are spread to match, and what is gathered lies spread until a part is done: of
  * each line the first of every two numbers, then the second. */
 enum { KEYS = 2 * TILE, LINES = 2 }; /* of a block; of columns at a time */
-/* Query heads whose sums the registers hold. */
-enum { HEADS_MOST = VL == 16 ? 4 : VL == 8 ? 3 : 1 };
+/* Query heads whose sums the registers hold, and the keys that they meet at a time. */
+enum { HEADS_MOST = VL == 16 ? 4 : VL == 8 ? 3 : 1, SOME = VL == 16 ? 4 : 2 };
 
 /* What a task works with: query heads of `heads` KV heads, `lines` lines each. */
 typedef struct {
@@ -17,11 +17,11 @@ typedef struct {
 } NAME(Decode);
 #define Decode NAME(Decode)
 
-/* Where keys and values begin, for a first KV head; those of another lie `shift` bytes on. */
+/* The keys and values of a KV head, each `at` bytes on. */
 typedef struct {
     int count;
-    int64_t shift;
-    const char *keys[KEYS], *values[KEYS];
+    const char *keys, *values;
+    int64_t at[KEYS];
 } NAME(Block);
 #define Block NAME(Block)
 
@@ -67,31 +67,47 @@ INLINE vf NAME(line_met)(int met, vf sums, const char *line, const float *query)
     return sums + (vf)(lanes << 16) * load(query) + (vf)(lanes & 0xffff0000u) * load(query + VL);
 }
 
-/* One query against VL keys: a score in each lane. */
-INLINE vf NAME(score)(int met, int lines, const float *query, const char *const *keys, int64_t shift) {
-    vf lanes[VL];
+/* `heads` queries against SOME keys: partial sums of their scores, those of key j in lanes j, j + SOME, ... */
+INLINE void NAME(meet)(int met, int heads, const Decode *d, const float *query, const char *keys, const int64_t *at,
+                       vf *scores, int each) {
+    vf lanes[HEADS_MOST][SOME];
 #pragma GCC unroll 16
-    for (int j = 0; j < VL; j++) lanes[j] = splat(0.0f);
-    for (int i = 0; i < lines; i++, query += met == KIND_BF16 ? 2 * VL : VL, shift += VL * 4)
-#pragma GCC unroll 16
-        for (int j = 0; j < VL; j++) lanes[j] = NAME(line_met)(met, lanes[j], keys[j] + shift, query);
-    return sums(lanes);
+    for (int j = 0; j < heads * SOME; j++) lanes[j / SOME][j % SOME] = splat(0.0f);
+    for (int i = 0; i < d->lines; i++, query += met == KIND_BF16 ? 2 * VL : VL, keys += VL * 4)
+#pragma GCC unroll 4
+        for (int j = 0; j < SOME; j++)
+#pragma GCC unroll 4
+            for (int h = 0; h < heads; h++)
+                lanes[h][j] = NAME(line_met)(met, lanes[h][j], keys + at[j], query + h * d->width);
+#pragma GCC unroll 4
+    for (int h = 0; h < heads; h++) scores[h * each] = sums(lanes[h], 1, SOME);
 }
 
-/* The weights of head `head`, the g-th of `group`, which asks for its share of the coming keys. */
-INLINE void NAME(weights_of)(int met, const Decode *d, int head, int g, int group, const Block *now, const Block *coming,
-                             float *weights) {
-    vf scores[KEYS / VL], high = splat(-INFINITY), total = load(d->total + head * VL);
-    int turns = group * KEYS / VL;
-#pragma GCC unroll 8
+/* The scores of a block, [heads][KEYS / VL]; `ask`: for the coming keys meanwhile. */
+INLINE void NAME(scores_of)(int met, int heads, const Decode *d, const float *query, const Block *now,
+                            const Block *coming, int ask, vf *scores) {
+    vf parts[HEADS_MOST][VL / SOME];
     for (int j = 0; j < KEYS / VL; j++) {
-        int turn = g * KEYS / VL + j;
-        for (int k = KEYS * turn / turns; k < KEYS * (turn + 1) / turns; k++)
-            NAME(ask_for)(coming->keys[k] + coming->shift, d->bytes);
-        scores[j] = NAME(score)(met, d->lines, d->query + head * d->width, now->keys + j * VL, now->shift) * d->scale;
-        if (now->count < KEYS) scores[j] = choose(iota() + j * VL < now->count, scores[j], splat(-INFINITY));
-        high = larger(scores[j], high);
+#pragma GCC unroll 8
+        for (int k = 0; k < VL / SOME; k++) {
+            const int64_t *at = now->at + j * VL + k * SOME, *next = coming->at + j * VL + k * SOME;
+            for (int i = 0; i < SOME * ask; i++) NAME(ask_for)(coming->keys + next[i], d->bytes);
+            NAME(meet)(met, heads, d, query, now->keys, at, &parts[0][k], VL / SOME);
+        }
+#pragma GCC unroll 4
+        for (int h = 0; h < heads; h++) {
+            vf whole = sums(parts[h], SOME, VL) * d->scale;
+            if (now->count < KEYS) whole = choose(iota() + j * VL < now->count, whole, splat(-INFINITY));
+            scores[h * KEYS / VL + j] = whole;
+        }
     }
+}
+
+/* The weights of head `head` by its scores. */
+INLINE void NAME(weights_of)(int met, const Decode *d, int head, const Block *now, const vf *scores, float *weights) {
+    vf high = scores[0], total = load(d->total + head * VL);
+#pragma GCC unroll 8
+    for (int j = 1; j < KEYS / VL; j++) high = larger(scores[j], high);
     float here = largest(high);
     if (here > d->most[head] + SLACK) {
         NAME(refer)(d->most + head, here, d->total + head * VL, d->out + head * d->width, d->width);
@@ -123,13 +139,13 @@ INLINE void NAME(gather_lines)(int met, int heads, int lines, const float *weigh
         for (int c = 0; c < columns; c++) acc[h][c] = load(out + h * width + c * VL);
     for (int j = 0; j < KEYS; j += step) {
         vu lanes[2 * LINES];
-        for (int k = j; k < j + step; k++) NAME(ask_for)(coming->values[k] + coming->shift + at, lines * VL * 4);
+        for (int k = j; k < j + step; k++) NAME(ask_for)(coming->values + coming->at[k] + at, lines * VL * 4);
 #pragma GCC unroll 4
         for (int i = 0; i < lines; i++) {
-            int64_t here = now->shift + at + i * VL * 4;
-            vu line = *(const vuu *)(now->values[j] + here);
+            const char *here = now->values + at + i * VL * 4;
+            vu line = *(const vuu *)(here + now->at[j]);
             if (met == KIND_PAIRS)
-                NAME(pairs_from)(line, *(const vuu *)(now->values[j + 1] + here), lanes + 2 * i);
+                NAME(pairs_from)(line, *(const vuu *)(here + now->at[j + 1]), lanes + 2 * i);
             else if (met == KIND_BF16)
                 lanes[2 * i] = line << 16, lanes[2 * i + 1] = line & 0xffff0000u;
             else
@@ -151,55 +167,51 @@ INLINE void NAME(gather_lines)(int met, int heads, int lines, const float *weigh
         for (int c = 0; c < columns; c++) store(out + h * width + c * VL, acc[h][c]);
 }
 
-#define CASE(n)                                                                                                        \
-    case n:                                                                                                            \
-        for (; i + LINES <= d->lines; i += LINES)                                                                      \
-            NAME(gather_lines)(met, n, LINES, weights, now, coming, i * VL * 4, out + i * size, d->width);             \
-        if (i < d->lines) NAME(gather_lines)(met, n, 1, weights, now, coming, i * VL * 4, out + i * size, d->width);   \
-        break;
-INLINE void NAME(gather_heads)(int met, const Decode *d, int heads, const float *weights, const Block *now,
-                               const Block *coming, float *out) {
+/* A block is gathered by `heads` query heads of one KV head, of which `head` of the task's is the first. */
+INLINE void NAME(heads_block)(int met, int heads, const Decode *d, int head, const Block *now, const Block *coming,
+                              int ask) {
+    vf scores[HEADS_MOST * KEYS / VL];
+    float *out = d->out + head * d->width;
     int i = 0, size = NAME(line_size)(met);
-    switch (heads) {
-        CASE(1)
+    NAME(scores_of)(met, heads, d, d->query + head * d->width, now, coming, ask, scores);
+    for (int h = 0; h < heads; h++)
+        NAME(weights_of)(met, d, head + h, now, scores + h * KEYS / VL, d->weights + h * KEYS);
+    for (; i + LINES <= d->lines; i += LINES)
+        NAME(gather_lines)(met, heads, LINES, d->weights, now, coming, i * VL * 4, out + i * size, d->width);
+    if (i < d->lines)
+        NAME(gather_lines)(met, heads, 1, d->weights, now, coming, i * VL * 4, out + i * size, d->width);
+}
+
+/* The same by all `group` heads. */
+INLINE void NAME(decode_block)(int met, const Decode *d, int first, int group, const Block *now, const Block *coming) {
+    for (int g = 0; g < group; g += HEADS_MOST)
+        switch (group - g) {
+            case 1: NAME(heads_block)(met, 1, d, first + g, now, coming, g == 0); break;
 #if VL >= 8
-        CASE(2) CASE(3)
+            case 2: NAME(heads_block)(met, 2, d, first + g, now, coming, g == 0); break;
 #endif
 #if VL == 16
-        CASE(4)
+            case 3: NAME(heads_block)(met, 3, d, first + g, now, coming, g == 0); break;
 #endif
-    }
-}
-#undef CASE
-
-/* A block of one KV head, whose first query head is `first` of the task's, is gathered. */
-INLINE void NAME(decode_block)(int met, const Decode *d, int first, int group, const Block *now, const Block *coming) {
-    for (int g = 0; g < group; g++)
-        NAME(weights_of)(met, d, first + g, g, group, now, coming, d->weights + g * KEYS);
-    for (int g = 0; g < group; g += HEADS_MOST) {
-        int heads = group - g < HEADS_MOST ? group - g : HEADS_MOST;
-        NAME(gather_heads)(met, d, heads, d->weights + g * KEYS, now, coming, d->out + (first + g) * d->width);
-    }
+            default: NAME(heads_block)(met, HEADS_MOST, d, first + g, now, coming, g == 0);
+        }
 }
 
 /* Keys from `begin` on, at most `left`. The last stands for those that a block lacks, seen by nobody. */
 static void NAME(point)(const Attention *a, int row, int head, int begin, int left, Block *block) {
-    int64_t at[KEYS], size = a->model->kv_kind == KIND_BF16 ? 2 : 4;
-    block->count = left < KEYS ? left : KEYS, block->shift = 0;
-    NAME(find_block)(a, row, head, begin, block->count, at);
-    for (int j = 0; j < KEYS; j++) {
-        int64_t from = at[j < block->count ? j : block->count - 1] * size;
-        block->keys[j] = (const char *)a->keys + from, block->values[j] = (const char *)a->values + from;
-    }
+    int64_t size = a->model->kv_kind == KIND_BF16 ? 2 : 4;
+    block->count = left < KEYS ? left : KEYS, block->keys = a->keys, block->values = a->values;
+    NAME(find_block)(a, row, head, begin, block->count, size, block->at);
+    for (int j = block->count; j < KEYS; j++) block->at[j] = block->at[block->count - 1];
 }
 
 /* The same block with whole lines, of which those of `d` begin with what there is. */
 static void NAME(copy_block)(const Decode *d, const Block *block, Block *copy) {
-    copy->count = block->count, copy->shift = 0;
+    copy->count = block->count, copy->keys = d->keys, copy->values = d->values;
     for (int j = 0; j < KEYS; j++) {
-        int64_t at = (int64_t)j * d->lines * VL * 4;
-        copy->keys[j] = memcpy(d->keys + at, block->keys[j] + block->shift, (size_t)d->bytes);
-        copy->values[j] = memcpy(d->values + at, block->values[j] + block->shift, (size_t)d->bytes);
+        int64_t at = copy->at[j] = (int64_t)j * d->lines * VL * 4;
+        memcpy(d->keys + at, block->keys + block->at[j], (size_t)d->bytes);
+        memcpy(d->values + at, block->values + block->at[j], (size_t)d->bytes);
     }
 }
 
@@ -253,12 +265,13 @@ INLINE void NAME(decode_part)(int met, const Attention *a, int row, int part, in
         if (begin + KEYS < to)
             NAME(point)(a, row, head, begin + KEYS, to - begin - KEYS, coming);
         else
-            coming = now;
-        for (int h = 0; h < heads; h++, now->shift += d.bytes, coming->shift = now->shift) {
+            *coming = *now;
+        for (int h = 0; h < heads; h++) {
             if (dim < d.width) NAME(copy_block)(&d, now, &copy);
             NAME(decode_block)(met, &d, h * group, group, dim < d.width ? &copy : now, coming);
+            now->keys += d.bytes, now->values += d.bytes, coming->keys += d.bytes, coming->values += d.bytes;
         }
-        coming->shift = 0;
+        coming->keys = a->keys, coming->values = a->values;
     }
     NAME(end_part)(met, a, &d, row, part, head, heads);
 }

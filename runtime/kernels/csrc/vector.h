@@ -153,12 +153,13 @@ INLINE void transpose(vf *x) {
 /* Neighbours `half` apart added: of `a` in the lanes without the bit `half`, of `b` in those with it. */
 INLINE vf halves(vf a, vf b, int half) { return mix(a, b, half, 0) + mix(a, b, half, 1); }
 
-/* Lane i is the sum of the lanes of x[i]: a tree over all VL vectors at once. Overwrites x. */
-INLINE vf sums(vf *x) {
+/* Sums of the lanes of `to / from` vectors whose lanes are sums already but for those `from`, 2 * from, ... apart: lanes
+ * i, i + to, ... have what is left of x[i / from]. Overwrites x. */
+INLINE vf sums(vf *x, int from, int to) {
 #pragma GCC unroll 4
-    for (int half = 1; half < VL; half *= 2)
+    for (int half = from; half < to; half *= 2)
 #pragma GCC unroll 8
-        for (int i = 0; i < VL; i += 2 * half) x[i] = halves(x[i], x[i + half], half);
+        for (int i = 0; i < to / from; i += 2 * half / from) x[i] = halves(x[i], x[i + half / from], half);
     return x[0];
 }
 
