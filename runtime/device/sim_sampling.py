@@ -23,6 +23,7 @@ from runtime.step import ID_DTYPE, Logprobs
 U64 = NDArray[np.uint64]
 I32 = NDArray[np.int32]
 BANNED = -100.0  # a bias that leaves an id no chance
+RUN = 32  # words whose bits are counted together
 
 
 def draw(hashes: U64, how: SampleBatch, masks: MaskSet | None, vocab_size: int) -> I32:
@@ -67,12 +68,15 @@ def _allowed(
     if not rows:
         return np.zeros(0, np.int64), words
     at = {row: n for n, row in enumerate(rows)}
-    for row, n in at.items():
-        words[n] = _ones(int(vocab[row]), words.shape[1])
+    limits = vocab[rows]
+    for limit in set(limits.tolist()):
+        words[limits == limit] = _ones(limit, words.shape[1])
     if masks is not None:
-        bits = np.zeros((len(masked), words.shape[1] * 2), np.uint32)
-        bits[:, : masks.bits.shape[1]] = masks.bits
-        words[[at[row] for row in masked]] &= bits.view("<u8")
+        bits = words.view("<u4")
+        shared = min(bits.shape[1], masks.bits.shape[1])
+        places = slice(None) if masked == rows else [at[row] for row in masked]
+        bits[places, :shared] &= masks.bits[:, :shared]
+        bits[places, shared:] = 0
     for row, edits in how.edits:
         if len(edits.allowed_ids):
             words[at[row]] &= _bits(edits.allowed_ids, words.shape[1])
@@ -108,15 +112,24 @@ def _without(words: U64, ids: list[int]) -> None:
 
 def _pick(words: U64, numbers: U64) -> I32:
     """For each row, one of its set bits; int32[n]."""
-    counts = np.bitwise_count(words).cumsum(1, dtype=np.int64)
-    wanted = (numbers % counts[:, -1].astype(np.uint64)).astype(np.int64)
-    word = (counts <= wanted[:, None]).sum(1)
     rows = np.arange(len(words))
-    before = np.where(word > 0, counts[rows, word - 1], 0)
+    counts = np.zeros((len(words), -(-words.shape[1] // RUN), RUN), np.uint8)
+    np.bitwise_count(words, out=counts.reshape(len(words), -1)[:, : words.shape[1]])
+    totals = np.add.reduce(counts, 2, dtype=np.int64)
+    run, wanted = _place(totals, (numbers % totals.sum(1).astype(np.uint64)).astype(np.int64))
+    within, wanted = _place(counts[rows, run], wanted)
+    word = run * RUN + within
     bits = np.unpackbits(words[rows, word].astype("<u8").view(np.uint8).reshape(-1, 8), axis=1, bitorder="little")
-    nth = (bits.cumsum(1) <= (wanted - before)[:, None]).sum(1)
-    ids: I32 = (word * 64 + nth).astype(np.int32)
+    ids: I32 = (word * 64 + _place(bits, wanted)[0]).astype(np.int32)
     return ids
+
+
+def _place(counts: NDArray[np.generic], wanted: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Of each row, [n, m], where the `wanted`-th of what is counted lies; how many of those there come before it."""
+    ends = counts.cumsum(1, dtype=np.int64)
+    at = (ends <= wanted[:, None]).sum(1)
+    rows = np.arange(len(counts))
+    return at, wanted - ends[rows, at] + counts[rows, at]
 
 
 def _even(slot: int, first: int, ids: I32, top: int, vocab_size: int) -> Logprobs:
