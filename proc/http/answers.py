@@ -224,10 +224,9 @@ class EventStream:
 
     async def _watch(self, receive: Receive, answer: asyncio.Task[None]) -> None:
         """End the answer when the client goes away, or reads nothing for too long."""
-        loop = asyncio.get_running_loop()
         gone = asyncio.create_task(_disconnected(receive))
         try:
-            while not gone.done() and not (self._writing and loop.time() - self._writing > self.write_timeout):
+            while not gone.done() and not (self._writing and time.monotonic() - self._writing > self.write_timeout):
                 await asyncio.wait({gone}, timeout=self.write_timeout / 4)
         finally:
             gone.cancel()
@@ -239,7 +238,7 @@ class EventStream:
             await (stream.close() if self.offset is None else stream.detach())
 
     async def _write(self, send: Send, data: bytes, more: bool = True) -> None:
-        self._writing = asyncio.get_running_loop().time()
+        self._writing = time.monotonic()  # a loop's own time asks the system for the process each time
         await send({"type": "http.response.body", "body": data, "more_body": more})
         self._writing = 0.0
 
