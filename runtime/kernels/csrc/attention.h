@@ -24,7 +24,7 @@ static inline int NAME(first_key)(const Attention *a, int position) {
     return window && position >= window ? position - window + 1 : 0;
 }
 
-/* Where the keys of `count` positions begin, of KV head `head`, in numbers of `size` bytes. */
+/* Where the keys of `count` positions begin, of KV head `head`, where a number takes `size`. */
 INLINE void NAME(find_block)(const Attention *a, int row, int head, int begin, int count, int size, int64_t *at) {
     const Model *m = a->model;
     int64_t each = (int64_t)m->kv_heads * m->head_dim * size;

@@ -10,7 +10,6 @@ typedef struct {
     int lines, width;             /* of a head; floats that the lines gather */
     float *query, *out;           /* [heads * group][width], both spread */
     float *most, *total;          /* [heads * group] references; [heads * group][VL] sums of the weights */
-    float *weights;               /* [group][KEYS] of a block; pairs in its first half */
     char *keys, *values;          /* of a block, where lines are not whole in memory: [KEYS][lines] */
     int bytes;                    /* of a key or value */
     float scale;                  /* as of Attention */
@@ -30,14 +29,14 @@ INLINE int NAME(line_size)(int met) { return met == KIND_F32 ? VL : 2 * VL; }
 
 /* Where everything lies in a thread's scratch; returns the number of floats. */
 static int64_t NAME(decode_room)(const Model *m, float *at, Decode *d) {
-    int size = NAME(line_size)(m->kv_kind), group = m->heads / m->kv_heads;
+    int size = NAME(line_size)(m->kv_kind);
     d->lines = (m->head_dim + size - 1) / size, d->width = d->lines * size;
     d->bytes = m->head_dim * (m->kv_kind == KIND_BF16 ? 2 : 4);
-    float **where[] = {&d->query, &d->out, &d->total, &d->most, &d->weights, (float **)&d->keys, (float **)&d->values};
+    float **where[] = {&d->query, &d->out, &d->total, &d->most, (float **)&d->keys, (float **)&d->values};
     int64_t each = d->lines * VL, all = 0;
     int64_t sizes[] = {m->heads * d->width, m->heads * d->width, m->heads * VL, (m->heads + VL - 1) / VL * VL,
-                       group * KEYS, KEYS * each, KEYS * each};
-    for (int i = 0; i < 7; all += sizes[i++]) *where[i] = at ? at + all : NULL;
+                       KEYS * each, KEYS * each};
+    for (int i = 0; i < 6; all += sizes[i++]) *where[i] = at ? at + all : NULL;
     return all;
 }
 
@@ -171,15 +170,16 @@ INLINE void NAME(gather_lines)(int met, int heads, int lines, const float *weigh
 INLINE void NAME(heads_block)(int met, int heads, const Decode *d, int head, const Block *now, const Block *coming,
                               int ask) {
     vf scores[HEADS_MOST * KEYS / VL];
+    float weights[HEADS_MOST * KEYS]; /* pairs in the first half of a head's */
     float *out = d->out + head * d->width;
     int i = 0, size = NAME(line_size)(met);
     NAME(scores_of)(met, heads, d, d->query + head * d->width, now, coming, ask, scores);
     for (int h = 0; h < heads; h++)
-        NAME(weights_of)(met, d, head + h, now, scores + h * KEYS / VL, d->weights + h * KEYS);
+        NAME(weights_of)(met, d, head + h, now, scores + h * KEYS / VL, weights + h * KEYS);
     for (; i + LINES <= d->lines; i += LINES)
-        NAME(gather_lines)(met, heads, LINES, d->weights, now, coming, i * VL * 4, out + i * size, d->width);
+        NAME(gather_lines)(met, heads, LINES, weights, now, coming, i * VL * 4, out + i * size, d->width);
     if (i < d->lines)
-        NAME(gather_lines)(met, heads, 1, d->weights, now, coming, i * VL * 4, out + i * size, d->width);
+        NAME(gather_lines)(met, heads, 1, weights, now, coming, i * VL * 4, out + i * size, d->width);
 }
 
 /* The same by all `group` heads. */
@@ -199,7 +199,7 @@ INLINE void NAME(decode_block)(int met, const Decode *d, int first, int group, c
 
 /* Keys from `begin` on, at most `left`. The last stands for those that a block lacks, seen by nobody. */
 static void NAME(point)(const Attention *a, int row, int head, int begin, int left, Block *block) {
-    int64_t size = a->model->kv_kind == KIND_BF16 ? 2 : 4;
+    int size = a->model->kv_kind == KIND_BF16 ? 2 : 4;
     block->count = left < KEYS ? left : KEYS, block->keys = a->keys, block->values = a->values;
     NAME(find_block)(a, row, head, begin, block->count, size, block->at);
     for (int j = block->count; j < KEYS; j++) block->at[j] = block->at[block->count - 1];
