@@ -49,12 +49,12 @@ def leave_first(pid: int) -> None:
 
 
 def share(threads: int, workers: int) -> int:
-    """Compute threads of each of `workers` processes: `threads`, or as many as there are cores for each.
+    """Compute threads of each of `workers` processes, which divide `threads`, torch's for the machine, and its cores.
 
-    Of hardware threads that share a core one counts, unless `OMP_NUM_THREADS` asks for more.
+    `OMP_NUM_THREADS` is the wish of each.
     """
-    room = len(os.sched_getaffinity(0)) if os.environ.get("OMP_NUM_THREADS") else len(_cores())
-    return max(1, min(threads, room // workers))
+    wished = threads if os.environ.get("OMP_NUM_THREADS") else threads // workers
+    return max(1, min(wished, len(os.sched_getaffinity(0)) // workers))
 
 
 def spread(threads: list[int], index: int, workers: int) -> bool:
@@ -72,16 +72,12 @@ def spread(threads: list[int], index: int, workers: int) -> bool:
 
 def _homes(count: int) -> list[set[int]]:
     """`count` cores, each as its hardware threads' numbers, or `count` hardware threads; of another count none."""
-    for homes in (_cores(), [{number} for number in sorted(os.sched_getaffinity(0))]):
-        if len(homes) == count:
-            return homes
-    return []
-
-
-def _cores() -> list[set[int]]:
-    """The cores this process may use, each as its hardware threads' numbers, in order."""
     allowed = os.sched_getaffinity(0)
-    return sorted(map(set, {frozenset(_siblings(number) & allowed) for number in allowed}), key=min)
+    whole = {frozenset(_siblings(number) & allowed) for number in allowed}
+    for homes in (whole, [{number} for number in allowed]):
+        if len(homes) == count:
+            return sorted((set(home) for home in homes), key=min)
+    return []
 
 
 def _siblings(number: int) -> set[int]:

@@ -84,6 +84,14 @@ def test_each_thread_that_computes_has_a_core() -> None:
     assert theirs == f"{present} " * (len(present) + 1) + "True False\n"
 
 
+def test_workers_divide_the_threads_and_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    assert share(4, 1) == 4 and share(16, 1) == 8 and share(4, 2) == 2 and share(1, 2) == 1 and share(4, 5) == 1
+    monkeypatch.setenv("OMP_NUM_THREADS", "8")
+    assert share(8, 1) == 8 and share(16, 1) == 8 and share(8, 2) == 4 and share(3, 2) == 3
+
+
 def test_threads_are_placed_by_whole_cores_and_by_worker(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     placed: list[tuple[int, set[int]]] = []
     for number in range(8):  # four cores with two hardware threads each
@@ -93,9 +101,6 @@ def test_threads_are_placed_by_whole_cores_and_by_worker(monkeypatch: pytest.Mon
     monkeypatch.setattr(proc.cores, "SIBLINGS", f"{tmp_path}/{{}}")
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
     monkeypatch.setattr(os, "sched_setaffinity", lambda thread, cores: placed.append((thread, cores)))
-    assert share(4, 1) == 4 and share(8, 1) == 4 and share(4, 2) == 2 and share(1, 2) == 1 and share(4, 5) == 1
-    monkeypatch.setenv("OMP_NUM_THREADS", "8")
-    assert share(8, 1) == 8 and share(16, 1) == 8 and share(8, 2) == 4
     spread([11, 12, 13, 14], 0, 1)
     assert placed == [(11, {0, 4}), (12, {1, 5}), (13, {2, 6}), (14, {3, 7})]
     placed.clear()
