@@ -22,8 +22,8 @@ def parse_cores(text: str | None) -> dict[str, list[int]]:
     present = os.sched_getaffinity(0)
     for part in [] if text is None else text.split(","):
         name, _, span = part.partition("=")
-        first, _, last = span.partition("-")
-        if not first.isdecimal() or not (last or first).isdecimal():
+        first, dash, last = span.partition("-")
+        if not span.isascii() or not first.isdecimal() or not (last if dash else first).isdecimal():
             raise UsageError(f"--cores: {part!r} is not ROLE=CORE or ROLE=FIRST-LAST")
         if name not in ROLES:
             raise UsageError(f"--cores: no role {name!r}; roles are {', '.join(ROLES)}")
@@ -51,8 +51,11 @@ def leave_first(pid: int) -> None:
 def share(threads: int, workers: int) -> int:
     """Compute threads of each of `workers` processes, which divide `threads`, torch's for the machine, and its cores.
 
-    `OMP_NUM_THREADS` is the wish of each.
+    `OMP_NUM_THREADS` is the wish of each. Who binds threads to places has as many as torch says: OpenMP has bound the
+    one that asks already, whose cores are no longer those of the process.
     """
+    if _placed() and os.environ.get("OMP_PROC_BIND", "").lower() != "false":
+        return threads
     wished = threads if os.environ.get("OMP_NUM_THREADS") else threads // workers
     return max(1, min(wished, len(os.sched_getaffinity(0)) // workers))
 
@@ -63,11 +66,15 @@ def spread(threads: list[int], index: int, workers: int) -> bool:
     Left to itself the system now and then lets two of them share a core for as long as a step, and the others wait.
     """
     homes = _homes(len(threads) * workers)
-    if not homes or any(os.environ.get(name) for name in PLACED):
+    if not homes or _placed():
         return False
     for thread, cores in zip(threads, homes[len(threads) * index :], strict=False):
         os.sched_setaffinity(thread, cores)
     return True
+
+
+def _placed() -> bool:
+    return any(os.environ.get(name) for name in PLACED)
 
 
 def _homes(count: int) -> list[set[int]]:

@@ -141,8 +141,9 @@ def _cpu(spec: ProcessSpec, table: TokenTable, halves: Halves, rank: Rank, index
     masks, processors = halves.open(config.vocab_size), named_processors(settings.processors, ranks)
     device = CpuDevice(model, _sampling_ops(), slot_tables(settings, longest), table, masks, blocks, processors)
     threads = torch.get_num_threads()
-    placed = ", a core each" if spread(compute_threads(threads), index, workers) else ""
-    words = f"cpu, {str(model.dtype).removeprefix('torch.')}, {threads} thread{'s' * (threads > 1)}{placed}, {path}"
+    placed = spread(compute_threads(threads), index, workers)
+    many = ("1 thread", "on a core of its own") if threads == 1 else (f"{threads} threads", "a core each")
+    words = ", ".join(("cpu", str(model.dtype).removeprefix("torch."), *many[: 1 + placed], path))
     shared = config.shares_prefixes
     return Built(device, DeviceInfo(blocks, longest, config.vocab_size, model.nbytes, blocks * block, shared, words))
 

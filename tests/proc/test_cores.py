@@ -44,6 +44,8 @@ def test_cores_by_role() -> None:
         ("", "not ROLE=CORE"),
         ("worker", "not ROLE=CORE"),
         ("worker=x", "not ROLE=CORE"),
+        ("worker=0-", "not ROLE=CORE"),
+        ("worker=\u0663", "not ROLE=CORE"),
         ("gpu=0", "no role 'gpu'; roles are tokenizer, scheduler, worker, http"),
         ("worker=1-0", "ends before it begins"),
         ("worker=99999", "may use the cores"),
@@ -86,10 +88,16 @@ def test_each_thread_that_computes_has_a_core() -> None:
 
 def test_workers_divide_the_threads_and_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
-    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    for name in ("OMP_NUM_THREADS", *PLACED):
+        monkeypatch.delenv(name, raising=False)
     assert share(4, 1) == 4 and share(16, 1) == 8 and share(4, 2) == 2 and share(1, 2) == 1 and share(4, 5) == 1
     monkeypatch.setenv("OMP_NUM_THREADS", "8")
     assert share(8, 1) == 8 and share(16, 1) == 8 and share(8, 2) == 4 and share(3, 2) == 3
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0})  # of the first thread, which OpenMP has bound
+    monkeypatch.setenv("OMP_PROC_BIND", "close")
+    assert share(8, 1) == 8 and share(8, 2) == 8
+    monkeypatch.setenv("OMP_PROC_BIND", "FALSE")
+    assert share(8, 1) == 1
 
 
 def test_threads_are_placed_by_whole_cores_and_by_worker(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
